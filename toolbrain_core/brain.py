@@ -1,0 +1,328 @@
+"""The facade: an agent, what trains it, and the evidence."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import attrs
+
+from .demonstrations import as_demonstrations
+from .errors import ConfigurationError, DataError
+from .evaluation import Evaluation, evaluate_groups
+from .options import build, change, option_names, refuse_unknown
+from .plugins import PluginManager, default_manager
+from .probe import probe_statefulness
+from .progress import ProgressObserver, watched
+from .report import write_report
+from .rewards import as_reward, check_reward
+from .roles import AgentAdapter, Algorithm, Observe, Policy, Reward
+from .rollouts import Rollouts
+from .runs import Run, RunDirectory, TrainResult, interruptible
+from .traces import Demonstration, Group, Rollout, Task, ToolCall, Trace, as_tasks, jsonable
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_ALGORITHM = "grpo"
+
+
+class Brain:
+    """Trains the model inside the user's own agent.
+
+    `agent`: an agent of a framework that an installed plugin knows, or a function without
+    arguments that builds one (then each attempt gets a fresh one; build the model once, outside).
+    `algorithm`: a name with its options as further keywords, or an object
+    (`Grpo(learning_rate=2e-4)`). `reward_func`: a callable (see `toolbrain_core.rewards`) or a
+    name. `trainable_model` picks the model where an agent has several.
+    `setup(task)`, `teardown(trace)` run around each attempt, in its thread; `observe(trace,
+    messages)` replaces what the policy sees. `concurrency` attempts run at once, each for at most
+    `time_limit` seconds (None: no limit). `probe=False` leaves out the check for tools that keep
+    state. Runs are kept in `run_dir`/name. `progress=False` draws nothing.
+    Further keywords are options of the algorithm or of the policy (`lora`, `adapter`, `dtype`, …).
+
+    Errors: `ConfigurationError` (an unknown name or option lists the valid ones),
+    `UnsupportedAgent` (says which plugin to install, or what the agent has that cannot be served).
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        *,
+        algorithm: str | Algorithm | None = None,
+        reward_func: Callable[..., Any] | str | None = None,
+        trainable_model: Any = None,
+        setup: Callable[[Task], Any] | None = None,
+        teardown: Callable[[Trace], Any] | None = None,
+        observe: Observe | None = None,
+        concurrency: int = 64,
+        time_limit: float | None = 600.0,
+        probe: bool = True,
+        seed: int = 0,
+        run_dir: str | Path = "runs",
+        progress: bool = True,
+        plugins: PluginManager | None = None,
+        **options: Any,
+    ):
+        self.plugins = plugins or default_manager()
+        self.seed = seed
+        self.run_dir = Path(run_dir)
+        self.progress = progress
+        self.probe = probe
+        self._reward = self._as_reward(reward_func)
+        self._prototype, make_agent = self._agent_of(agent)
+        self.adapter = self._adapter_of(self._prototype)
+        ref = self.adapter.model(self._prototype, trainable_model)
+        policy_class = self.plugins.registries["policies"].get(ref.kind)
+        self._algorithm, rest = self._split(algorithm, policy_class, options)
+        seeded = {"seed": seed, **rest} if "seed" in option_names(policy_class) else rest
+        self.policy = cast(Policy, policy_class(ref, **seeded))
+        self._observe = observe
+        self._bound: Any = None
+        self._rollouts = Rollouts(
+            adapter=self.adapter,
+            policy=self.policy,
+            agent=None if make_agent else self._prototype,
+            make_agent=make_agent,
+            setup=setup,
+            teardown=teardown,
+            observe=observe,
+            concurrency=concurrency,
+            time_limit=time_limit,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path, agent: Any, **keywords: Any) -> Brain:
+        """A Brain for `agent` with the weights that `save` wrote. Keywords as for `Brain`."""
+        if not (Path(path) / "toolbrain.json").is_file():
+            raise DataError(f"{path} was not written by Brain.save: it has no toolbrain.json")
+        return cls(agent, adapter=path, **keywords)
+
+    @property
+    def agent(self) -> Any:
+        """The user's agent with the trained weights, as it was trained: their own object where
+        nothing had to be added to it."""
+        if self._bound is None:
+            self._bound = self.adapter.bind(self._prototype, self.policy, self._observe)
+        return self._bound
+
+    def train(
+        self,
+        data: Iterable[Any],
+        algorithm: str | Algorithm | None = None,
+        *,
+        name: str | None = None,
+        resume: bool = False,
+        **options: Any,
+    ) -> TrainResult:
+        """Improve the policy on `data`; what was learned before stays.
+
+        `data`: what the algorithm consumes. Tasks: dicts with `query` and `gold_answer`, or
+        `Task`s. Demonstrations: dicts with `query` and `messages` or `completion`,
+        `Demonstration`s or `Rollout`s. The run is written to `run_dir`/`name` (a time stamp by
+        default); with `resume` it goes on from its last checkpoint.
+        Ctrl-C saves and raises KeyboardInterrupt; a second one stops at once.
+        """
+        chosen = self._chosen(algorithm, options)
+        word = _name_of(chosen)
+        items = self._items(data, chosen)
+        rollouts = self._scored(chosen, items)
+        name = name or f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
+        directory = RunDirectory.create(
+            self.run_dir, name, self._config(chosen, len(items)), resume
+        )
+        latest = directory.latest_checkpoint() if resume else None
+        run = Run(
+            name=name,
+            directory=directory,
+            policy=self.policy,
+            data=tuple(items),
+            algorithm=word,
+            seed=self.seed,
+            resume_from=latest[0] if latest else None,
+            plugins=self.plugins,
+            rollouts=rollouts,
+        )
+        with self._watching(), interruptible(run.stop):
+            return self._train(chosen, run)
+
+    def evaluate(
+        self,
+        tasks: Iterable[Any],
+        attempts: int = 1,
+        *,
+        reward_func: Callable[..., Any] | str | None = None,
+    ) -> Evaluation:
+        """How the agent does on `tasks` as it is used: with its own sampling options."""
+        return evaluate_groups(self.rollout(tasks, attempts, reward_func=reward_func))
+
+    def rollout(
+        self,
+        tasks: Iterable[Any],
+        attempts: int = 1,
+        *,
+        purpose: Literal["train", "use"] = "use",
+        reward_func: Callable[..., Any] | str | None = None,
+    ) -> list[Group]:
+        """Attempts at `tasks`, as scored groups in their order. Nothing is trained."""
+        todo = as_tasks(tasks)
+        reward = self._as_reward(reward_func) or self._reward
+        if reward is not None:
+            check_reward(reward, todo)
+        with watched("evaluating", len(todo), self.progress) as advance:
+            return attrs.evolve(self._rollouts, reward=reward).run(
+                todo,
+                attempts,
+                run_name="evaluation",
+                iteration=0,
+                seed=self.seed,
+                purpose=purpose,
+                on_group=lambda _group: advance(),
+            )
+
+    def demonstrate(self, task: Task, calls: Sequence[ToolCall]) -> Demonstration:
+        """A plan of calls, executed for real, as this agent would write it."""
+        return self.adapter.demonstrate(self._prototype, task, calls, observe=self._observe)
+
+    def save(self, path: str | Path) -> None:
+        """Write adapter, tokenizer and `toolbrain.json` to a directory, all or nothing."""
+        self.policy.save(path)
+
+    def merge(self, path: str | Path) -> None:
+        """Write a plain model with the adapter merged into its weights."""
+        self.policy.merge(path)
+
+    def _train(self, algorithm: Algorithm, run: Run) -> TrainResult:
+        result: TrainResult | None = None
+        self.plugins.notify("toolbrain_run_started", run=run)
+        try:
+            self._look_before(run)
+            result = algorithm.train(run)
+        finally:  # also for an interrupted or failed run: what it earned is reported
+            write_report(run.directory.path)
+            self.plugins.notify("toolbrain_run_finished", run=run, result=result)
+        return result
+
+    def _look_before(self, run: Run) -> None:
+        """Say beforehand what could make the run worthless."""
+        for problem in self.policy.preflight():
+            run.warn(problem)
+        if self.probe and run.rollouts and not run.rollouts.make_agent and not run.resume_from:
+            stateful = probe_statefulness(run.rollouts, run.data, self.seed)
+            if stateful:
+                run.warn(stateful)
+
+    def _items(
+        self, data: Iterable[Any], algorithm: Algorithm
+    ) -> list[Task | Demonstration | Rollout]:
+        wanted = algorithm.consumes
+        if "tasks" in wanted:
+            return list(as_tasks(data))
+        if "demonstrations" in wanted:
+            return list(as_demonstrations(data, self.adapter, self._prototype, self._observe))
+        raise ConfigurationError(
+            f"{_name_of(algorithm)} consumes {', '.join(sorted(wanted))}, which this toolbrain "
+            "cannot make of data. Upgrade toolbrain-core."
+        )
+
+    def _scored(self, algorithm: Algorithm, items: Sequence[Any]) -> Rollouts | None:
+        if "tasks" not in algorithm.consumes:
+            return None
+        if self._reward is None:
+            raise ConfigurationError(
+                f"{_name_of(algorithm)} needs a reward: Brain(agent, reward_func=…), a callable or "
+                f"a name; installed: {', '.join(self.plugins.registries['rewards'].names())}"
+            )
+        check_reward(self._reward, items)
+        return attrs.evolve(self._rollouts, reward=self._reward)
+
+    def _config(self, algorithm: Algorithm, items: int) -> dict[str, Any]:
+        options = {
+            name: jsonable(getattr(algorithm, name)) for name in option_names(type(algorithm))
+        }
+        return {
+            "schema": 1,
+            "algorithm": _name_of(algorithm),
+            "options": options,
+            "seed": self.seed,
+            "items": items,
+            "agent": f"{type(self._prototype).__module__}.{type(self._prototype).__qualname__}",
+            "tools": [spec.name for spec in self.adapter.tools(self._prototype)],
+            "policy": dict(self.policy.describe()),
+            "plugins": {
+                record.distribution or record.name: record.version
+                for record in self.plugins.records
+                if record.status == "ok"
+            },
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+
+    def _watching(self) -> AbstractContextManager[Any]:
+        return self.plugins.observing(ProgressObserver()) if self.progress else nullcontext()
+
+    def _as_reward(self, reward: Callable[..., Any] | str | None) -> Reward | None:
+        if isinstance(reward, str):
+            reward = self.plugins.registries["rewards"].get(reward)
+        return None if reward is None else as_reward(cast(Callable[..., Any], reward))
+
+    def _agent_of(self, agent: Any) -> tuple[Any, Callable[[], Any] | None]:
+        """The agent to look at, and the function that builds one for each attempt, if any."""
+        if self.plugins.match_agent(agent) is None and callable(agent):
+            return agent(), agent
+        return agent, None
+
+    def _adapter_of(self, agent: Any) -> AgentAdapter:
+        name = self.plugins.match_agent(agent)
+        if name is None:
+            raise self.plugins.unmatched(agent)
+        return cast(AgentAdapter, self.plugins.registries["adapters"].get(name)())
+
+    def _split(
+        self, algorithm: str | Algorithm | None, policy_class: Any, options: Mapping[str, Any]
+    ) -> tuple[Algorithm | None, dict[str, Any]]:
+        """The algorithm with its options, and the policy's."""
+        of_policy = set(option_names(policy_class))
+        rest = {name: value for name, value in options.items() if name in of_policy}
+        ours = {name: value for name, value in options.items() if name not in of_policy}
+        if algorithm is None and not ours:
+            return None, rest
+        return self._with_options(algorithm or _DEFAULT_ALGORITHM, ours, sorted(of_policy)), rest
+
+    def _with_options(
+        self,
+        algorithm: str | Algorithm,
+        options: Mapping[str, Any],
+        of_policy: Iterable[str] = (),
+    ) -> Algorithm:
+        if isinstance(algorithm, str):
+            target, word = self.plugins.registries["algorithms"].get(algorithm), algorithm.lower()
+        else:
+            target, word = type(algorithm), _name_of(algorithm)
+        if not attrs.has(target) or not hasattr(target, "consumes"):
+            raise ConfigurationError(
+                f"algorithm must be a name or an algorithm such as Grpo(), not {algorithm!r}"
+            )
+        valid = {word: option_names(target)}
+        if of_policy:
+            valid["the policy"] = tuple(of_policy)
+        refuse_unknown(options, valid, f"Brain with algorithm {word!r}")
+        if isinstance(algorithm, str):
+            return cast(Algorithm, build(target, word, options))
+        return cast(Algorithm, change(algorithm, word, options))
+
+    def _chosen(self, algorithm: str | Algorithm | None, options: Mapping[str, Any]) -> Algorithm:
+        """The algorithm of one `train`: the Brain's own, changed, unless another is named."""
+        if algorithm is None:
+            return self._with_options(self._algorithm or _DEFAULT_ALGORITHM, options)
+        if isinstance(algorithm, str) and self._algorithm is not None:
+            target = self.plugins.registries["algorithms"].get(algorithm)
+            if type(self._algorithm) is target:
+                return self._with_options(self._algorithm, options)
+        return self._with_options(algorithm, options)
+
+
+def _name_of(algorithm: Algorithm) -> str:
+    return str(getattr(algorithm, "name", type(algorithm).__name__.lower()))
