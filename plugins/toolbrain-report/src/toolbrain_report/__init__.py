@@ -1,0 +1,1 @@
+"""Plots of toolbrain runs."""

@@ -1,0 +1,1 @@
+"""Policy, sessions and the in-process sampler on Hugging Face models."""

@@ -1,0 +1,343 @@
+"""The policy: a Hugging Face model with its tokenizer and adapter, sampled from and trained."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+import peft
+import torch
+from attrs import asdict, frozen
+
+from toolbrain_core.errors import ConfigurationError, ContextOverflow, DataError, NotServed
+from toolbrain_core.roles import AttemptKey, ChatRequest, ModelRef, Row
+from toolbrain_core.traces import Sampling, Trace, Turn
+
+from .generation import eos_ids_of, sampling_of
+from .rows import rows_of
+from .sampler import InProcessSampler
+from .session import PolicySession
+from .templates import ChatTemplate
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@frozen
+class Lora:
+    """Low-rank adapters (Hu et al., 2021, arXiv 2106.09685) on linear layers, not on the head."""
+
+    r: int = 16
+    alpha: float = 32
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+class TransformersPolicy:
+    """Trains the model in `ref` in place: the agent that owns it serves with the same weights.
+
+    `lora=None` trains every weight; `adapter` is the directory of a saved adapter to start from.
+    `dtype`: "auto" computes in the dtype the model was loaded in, "fp32" and "bf16" under autocast
+    where the weights differ. Sampler and trainer run under the same autocast (`autocast()`).
+    `max_context` in tokens, by default the model's own. `seed` draws the adapter's first weights.
+    Errors: `NotServed` (no chat template, generation options that the sampler lacks).
+    """
+
+    def __init__(
+        self,
+        ref: ModelRef,
+        *,
+        lora: Lora | Mapping[str, Any] | None = Lora(),
+        adapter: str | Path | None = None,
+        dtype: Literal["auto", "fp32", "bf16"] = "auto",
+        max_context: int | None = None,
+        max_batch: int = 64,
+        seed: int = 0,
+    ):
+        self.ref = ref
+        self.processor = ref.processor
+        self.tokenizer = getattr(ref.processor, "tokenizer", ref.processor)
+        self.template = ChatTemplate(ref.processor, ref.name, ref.template_options)
+        self.dtype = dtype
+        self.weights_version = 0
+        base = ref.model
+        self.eos_ids = eos_ids_of(base, self.tokenizer)
+        self._own_sampling = sampling_of(base, ref)
+        self.context_length = max_context or _context_length(base)
+        self.lora = Lora(**lora) if isinstance(lora, Mapping) else lora
+        self.model = self._with_adapter(base, adapter, seed)
+        self.model.eval()
+        self.sampler = InProcessSampler(
+            base,
+            eos_ids=self.eos_ids,
+            decode=self.visible_text,
+            context_length=self.context_length,
+            autocast=self.autocast,
+            max_batch=max_batch,
+            weights_version=lambda: self.weights_version,
+        )
+        self._serving = 0
+
+    # Serving ---------------------------------------------------------------------------------
+
+    def session(
+        self,
+        key: AttemptKey,
+        sampling: Sampling | None = None,
+        purpose: Literal["train", "use"] = "train",
+    ) -> PolicySession:
+        """See `Policy.session`."""
+        return PolicySession(self, key, sampling, keep_ids=purpose == "train")
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Sessions may chat inside. The model belongs to the sampler until the block ends."""
+        if not self._serving:
+            self.model.eval()
+            self.sampler.start()
+        self._serving += 1
+        try:
+            yield
+        finally:
+            self._serving -= 1
+            if not self._serving:
+                self.sampler.stop()
+
+    def own_sampling(self) -> Sampling:
+        """The agent's own sampling: its generation options over the model's defaults."""
+        return self._own_sampling
+
+    def check_fits(self, prompt_tokens: int) -> None:
+        """Errors: `ContextOverflow` where no token could follow the prompt."""
+        if prompt_tokens >= self.context_length:
+            raise ContextOverflow(
+                f"the prompt has {prompt_tokens} tokens and the context {self.context_length}. "
+                "Shorten the agent's prompt or history (compact prompts, observe=, fewer tools)."
+            )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of rendered text; special tokens in it are recognised, none are added."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The exact text of ids, special tokens included."""
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def visible_text(self, ids: Sequence[int]) -> str:
+        """The text of ids as agents see it: without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def preflight(self) -> list[str]:
+        """What is wrong, in words, from one dummy turn; empty when nothing is."""
+        problems = self.template.notes()
+        size = self.ref.model.get_input_embeddings().num_embeddings
+        if len(self.tokenizer) > size:
+            problems.append(
+                f"the tokenizer has {len(self.tokenizer)} tokens and the model {size} embeddings: "
+                "call model.resize_token_embeddings(len(tokenizer)) before building the Brain"
+            )
+        if not self.eos_ids:
+            problems.append("the model has no end-of-sequence token: every turn runs to its limit")
+        session = self.session(
+            AttemptKey("preflight", 0, "preflight", 0), Sampling(max_new_tokens=2)
+        )
+        with self.serving():
+            session.chat(ChatRequest(({"role": "user", "content": "Say hello."},)))
+        logprobs = session.transcript.turns[0].logprobs
+        if not all(lp == lp and lp > float("-inf") for lp in logprobs):
+            problems.append("the model's log-probabilities are not finite: are its weights intact?")
+        return problems
+
+    # Training --------------------------------------------------------------------------------
+
+    def rows(self, trace: Trace) -> list[Row]:
+        """See `Policy.rows`."""
+        return self.rows_of_turns(trace.turns)
+
+    def rows_of_turns(self, turns: Sequence[Turn]) -> list[Row]:
+        """Rows of turns that need not have been sampled (demonstrations)."""
+        return rows_of(turns, self.eos_ids)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The autocast of sampler and trainer; nothing where the weights have the dtype."""
+        wanted = _DTYPES.get(self.dtype)
+        if wanted is None or wanted == self.ref.model.dtype:
+            return nullcontext()
+        if wanted == torch.float32:
+            raise ConfigurationError(
+                f"dtype='fp32', but the model is loaded in {self.ref.model.dtype}: load it in "
+                "float32 (torch_dtype='float32'), or use dtype='auto'"
+            )
+        return torch.autocast(self.ref.model.device.type, dtype=wanted)
+
+    @contextmanager
+    def training(self) -> Iterator[Any]:
+        """The model for a trainer. Afterwards it is as it was but for its weights.
+
+        Trainers leave things behind: a replaced `forward`, training mode, checkpointing, pad ids.
+        Leaving bumps `weights_version`, also where training was cut short.
+        """
+        base = self.ref.model
+        text_config = base.config.get_text_config()
+        before = (text_config.pad_token_id, base.generation_config.pad_token_id)
+        pad_token, side = self.tokenizer.pad_token, self.tokenizer.padding_side
+        attributes = set(base.__dict__)
+        try:
+            yield self.model
+        finally:
+            base.gradient_checkpointing_disable()
+            for name in set(base.__dict__) - attributes:
+                delattr(base, name)
+            text_config.pad_token_id, base.generation_config.pad_token_id = before
+            self.tokenizer.pad_token, self.tokenizer.padding_side = pad_token, side
+            self.model.zero_grad(set_to_none=True)
+            self.model.eval()
+            self.weights_version += 1
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter is trained, rather than every weight."""
+        return isinstance(self.model, peft.PeftModel)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the adapter still does nothing, so that the bare base is the policy."""
+        return self.is_adapted and not any(
+            bool(p.any()) for name, p in self.model.named_parameters() if "lora_B.default" in name
+        )
+
+    # Saving ----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write adapter (or all weights), tokenizer and `toolbrain.json`; all or nothing."""
+        with _whole_directory(path) as folder:
+            if self.is_adapted:
+                self.model.save_pretrained(folder, selected_adapters=["default"])
+            else:
+                self.model.save_pretrained(folder)
+            self.processor.save_pretrained(folder)
+            facts = json.dumps({"schema": 1, "policy": self.describe()}, indent=2)
+            (folder / "toolbrain.json").write_text(facts + "\n", encoding="utf-8")
+
+    def load(self, path: str | Path) -> None:
+        """Take the weights of a saved adapter of the same shape. Errors: `DataError`."""
+        if not self.is_adapted:
+            raise NotServed("lora=None: load all weights by giving the agent the saved model")
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise DataError(f"{path} holds no adapter (no adapter_config.json)")
+        saved = peft.PeftConfig.from_pretrained(str(path))
+        own = self.model.peft_config["default"]
+        if (saved.r, saved.lora_alpha) != (own.r, own.lora_alpha):
+            raise DataError(
+                f"the adapter in {path} has r={saved.r}, alpha={saved.lora_alpha}; this policy "
+                f"r={own.r}, alpha={own.lora_alpha}. Build it with Brain.load(path, agent)."
+            )
+        weights = peft.load_peft_weights(str(path), device=str(self.ref.model.device))
+        outcome = peft.set_peft_model_state_dict(self.model, weights)
+        missing = [key for key in outcome.missing_keys if ".lora_" in key]
+        if missing or outcome.unexpected_keys:
+            odd = (missing + list(outcome.unexpected_keys))[0]
+            raise DataError(f"the adapter in {path} does not fit this model: {odd}")
+        self.weights_version += 1
+
+    def merge(self, path: str | Path) -> None:
+        """Write a plain model with the adapter merged in. Needs memory for a second model."""
+        model = deepcopy(self.model)
+        merged = model.merge_and_unload() if self.is_adapted else model
+        with _whole_directory(path) as folder:
+            merged.save_pretrained(folder)
+            self.processor.save_pretrained(folder)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Policy.describe`."""
+        return {
+            "model": self.ref.name,
+            "class": type(self.ref.model).__name__,
+            "dtype": str(self.ref.model.dtype).removeprefix("torch."),
+            "compute_dtype": self.dtype,
+            "device": str(self.ref.model.device),
+            "context_length": self.context_length,
+            "lora": asdict(self.lora) if self.is_adapted and self.lora else None,
+            "trainable_parameters": sum(
+                p.numel() for p in self.model.parameters() if p.requires_grad
+            ),
+            "weights_version": self.weights_version,
+        }
+
+    def _with_adapter(self, base: Any, adapter: str | Path | None, seed: int) -> Any:
+        if getattr(base, "peft_config", None) or _has_lora_layers(base):
+            raise NotServed(
+                "the agent's model already carries an adapter (it was given to a Brain before?). "
+                "Reuse that Brain, load the model afresh, or merge the adapter first."
+            )
+        if adapter is not None:
+            if not (Path(adapter) / "adapter_config.json").is_file():
+                raise DataError(f"{adapter} holds no adapter (no adapter_config.json)")
+            return peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+        if self.lora is None:
+            base.requires_grad_(True)
+            return base
+        targets = self.lora.target_modules
+        config = peft.LoraConfig(
+            r=self.lora.r,
+            lora_alpha=self.lora.alpha,
+            lora_dropout=0.0,  # dropout would make sampled and trained probabilities differ
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=r".*(vision|visual|image|audio).*" if _sees(base) else None,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return peft.get_peft_model(base, config)
+
+
+def _has_lora_layers(base: Any) -> bool:
+    return any(isinstance(module, peft.tuners.lora.LoraLayer) for module in base.modules())
+
+
+def _sees(base: Any) -> bool:
+    return getattr(base.config, "vision_config", None) is not None
+
+
+def _context_length(base: Any) -> int:
+    length = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if not length:
+        raise NotServed("the model's config has no max_position_embeddings: pass max_context=…")
+    return int(length)
+
+
+@contextmanager
+def _whole_directory(path: str | Path) -> Iterator[Path]:
+    """A directory beside `path` that takes its place when the block ends well.
+
+    Errors: `ConfigurationError` where `path` is a file or holds anything but an earlier save.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_dir():
+        raise ConfigurationError(f"{target} is a file; give a directory to save to")
+    earlier = any((target / name).exists() for name in ("config.json", "toolbrain.json"))
+    if target.is_dir() and any(target.iterdir()) and not earlier:
+        raise ConfigurationError(
+            f"{target} holds other files; give a new directory to save to, or empty it"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+            target.rename(old / "was")
+            folder.rename(target)
+            shutil.rmtree(old)
+        else:
+            folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""What every algorithm on a TRL trainer does alike: journal, checkpoints, checks, interrupts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from toolbrain_core.errors import TrainingError
+from toolbrain_core.runs import Run
+
+from .policy import TransformersPolicy
+
+log = logging.getLogger(__name__)
+
+#: Keys of a trainer's log that the journal has already, or that say nothing.
+_DROPPED = {"epoch", "num_tokens", "total_flos", "train_runtime", "train_loss"}
+
+
+class JournalCallback(TrainerCallback):  # type: ignore[misc]
+    """Writes a trainer's metrics and checkpoints into the run, and stops it when asked.
+
+    `extra` is called with the step for metrics beyond the trainer's own.
+    """
+
+    def __init__(self, run: Run, extra: Any = None):
+        self.run = run
+        self.extra = extra or (lambda: {})
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop before the step where a gradient is not finite."""
+        gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
+        if gradients and not math.isfinite(float(torch.nn.utils.get_total_norm(gradients))):
+            raise_not_finite("gradient", state.global_step + 1, self.run)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            metrics = {k: v for k, v in logs.items() if k not in _DROPPED}
+            self.run.record(state.global_step, {**metrics, **self.extra()})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.run.stop.is_set():
+            control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.run.checkpoint_saved(path, state.global_step)
+
+
+def raise_not_finite(what: str, step: int, run: Run) -> None:
+    """Errors: `TrainingError` that names the step and the last good checkpoint."""
+    latest = run.directory.latest_checkpoint()
+    kept = f"the last good checkpoint is {latest[0]}" if latest else "no checkpoint was written yet"
+    raise TrainingError(
+        f"the {what} of step {step} is not finite; the weights were not changed by it, and {kept}. "
+        "Lower learning_rate, or use dtype='fp32'."
+    )
+
+
+def run_trainer(trainer: Any, run: Run, policy: TransformersPolicy) -> None:
+    """Train to the end, from the run's checkpoint where it resumes one.
+
+    A checkpoint is written at the end, also of a run that was interrupted between two steps
+    (`KeyboardInterrupt` goes on upwards).
+    """
+    trainer.remove_callback(PrinterCallback)
+    resume = str(run.resume_from) if run.resume_from else None
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except KeyboardInterrupt:
+        if run.stop.is_set():  # asked for, so between two steps: the weights are whole
+            save_checkpoint(trainer, run)
+        raise
+    save_checkpoint(trainer, run)
+    if run.stop.is_set():
+        raise KeyboardInterrupt
+
+
+def save_checkpoint(trainer: Any, run: Run) -> None:
+    """Write a complete checkpoint of the trainer's present step, unless there is one."""
+    step = trainer.state.global_step
+    latest = run.directory.latest_checkpoint()
+    if step and (latest is None or latest[1] < step):
+        trainer._save_checkpoint(trainer.model, trial=None)
+        run.checkpoint_saved(Path(trainer.args.output_dir) / f"checkpoint-{step}", step)
