@@ -1,0 +1,1 @@
+"""A toolbrain plugin: the reward `hello`."""
