@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,7 +131,7 @@ class Brain:
         word = _name_of(chosen)
         items = self._items(data, chosen)
         rollouts = self._scored(chosen, items)
-        name = name or f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = name or self._free_name(word)
         directory = RunDirectory.create(
             self.run_dir, name, self._config(chosen, len(items)), resume
         )
@@ -259,6 +260,12 @@ class Brain:
             },
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+
+    def _free_name(self, word: str) -> str:
+        """A name by the clock; two runs may begin within one second."""
+        stamp = f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = itertools.chain([stamp], (f"{stamp}-{n}" for n in itertools.count(2)))
+        return next(name for name in names if not (self.run_dir / name).exists())
 
     def _watching(self) -> AbstractContextManager[Any]:
         return self.plugins.observing(ProgressObserver()) if self.progress else nullcontext()

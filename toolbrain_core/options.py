@@ -37,7 +37,7 @@ def build(target: type[Any], name: str, options: Mapping[str, Any]) -> Any:
     try:
         return target(**options)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{name} refuses its options: {_first(error)}") from error
+        raise _refused(name, options, error) from error
 
 
 def change(instance: Any, name: str, options: Mapping[str, Any]) -> Any:
@@ -45,9 +45,12 @@ def change(instance: Any, name: str, options: Mapping[str, Any]) -> Any:
     try:
         return attrs.evolve(instance, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{name} refuses its options: {_first(error)}") from error
+        raise _refused(name, options, error) from error
 
 
-def _first(error: Exception) -> str:
-    """attrs' validators put the attribute and the value behind their message."""
-    return str(error.args[0]) if error.args else str(error)
+def _refused(name: str, options: Mapping[str, Any], error: Exception) -> ConfigurationError:
+    """Names the given options: a value of the wrong type fails without saying where."""
+    given = ", ".join(f"{key}={value!r:.60}" for key, value in options.items())
+    # attrs' validators put the attribute and the value behind their message.
+    reason = error.args[0] if error.args else error
+    return ConfigurationError(f"{name} refuses its options ({given}): {reason}")

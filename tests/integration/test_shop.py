@@ -159,7 +159,9 @@ def test_demonstrations_are_executed_by_the_agent(agent: CodeAgent) -> None:
         system, user, assistant = demonstrate(agent, task).messages
         assert (system["role"], user["role"]) == ("system", "user")
         assert task.query in str(user["content"])
-        assert assistant["content"] == (f"<code>\nfinal_answer({task.metadata['code']})\n</code>")
+        assert assistant["content"] == (
+            f"<code>\nx = {task.metadata['code']}\nfinal_answer(x)\n</code>"
+        )
 
 
 def test_a_demonstration_that_misses_the_gold_answer_is_refused(agent: CodeAgent) -> None:

@@ -11,6 +11,7 @@ executed and every gold answer can be checked. Three splits:
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -85,6 +86,12 @@ def held_out_tasks() -> list[Task]:
 def run_code(code: str) -> Any:
     """The value of a task's code, with the shop's tools and nothing else at hand."""
     return eval(code, {"__builtins__": {}, **TOOLS})
+
+
+def tool_calls(code: str) -> list[tuple[str, Any]]:
+    """The tool calls in a task's code, as (tool, argument)."""
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    return [(ast.unparse(call.func), ast.literal_eval(call.args[0])) for call in calls]
 
 
 def _draw(

@@ -66,14 +66,14 @@ def _group_advantages(
 def why_no_signal(groups: Sequence[Group], on_error: OnError = "mask") -> str:
     """In words, why none of these groups could teach anything, and what to try."""
     attempts = [r for group in groups for r in group.rollouts]
-    kinds = [r.trace.error.kind for r in attempts if r.trace.error]
-    scores = [s for r in attempts if (s := score_of(r, on_error)) is not None]
-    if not scores:
-        cause = max(set(kinds), key=kinds.count) if kinds else "the reward failed"
+    scored = [s for r in attempts if (s := score_of(r)) is not None]
+    if not scored:
+        causes = [_why_unscored(r) for r in attempts]
         return (
-            f"no attempt could be scored ({len(attempts)} attempts; most often: {cause}). "
-            "Look at the errors in rollouts.jsonl."
+            f"no attempt could be scored ({len(attempts)} attempts; most often: "
+            f"{statistics.mode(causes)}). Look at the errors in rollouts.jsonl."
         )
+    scores = [s for r in attempts if (s := score_of(r, on_error)) is not None]
     if min(scores) == max(scores):
         low = max(scores) <= 0
         advice = (
@@ -83,7 +83,17 @@ def why_no_signal(groups: Sequence[Group], on_error: OnError = "mask") -> str:
             else "the tasks are too easy, or the reward does not tell answers apart"
         )
         return f"all {len(scores)} rewards were {scores[0]:g}: {advice}."
+    if not any(sum(score_of(r, on_error) is not None for r in g.rollouts) > 1 for g in groups):
+        return (
+            f"fewer than two attempts of each group could be scored ({len(scores)} of "
+            f"{len(attempts)}). Look at the errors in rollouts.jsonl."
+        )
     return (
         "rewards differed between tasks, never within a group: raise attempts= or temperature=, "
         "or reward partial progress."
     )
+
+
+def _why_unscored(rollout: Rollout) -> str:
+    error = rollout.trace.error
+    return error.kind if error and not error.is_own_mistake else "the reward failed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,30 +24,37 @@ class WeightedRow:
         return self.row.trained.index(True)
 
 
+#: Tokens in the forward pass of some rows.
+Cost = Callable[[Sequence[Row]], int]
+
+
 def micro_batches(
-    groups: Sequence[Sequence[WeightedRow]], max_tokens: int
+    groups: Sequence[Sequence[WeightedRow]], max_tokens: int, cost: Cost
 ) -> list[list[WeightedRow]]:
-    """Rows in pieces of at most `max_tokens` padded tokens. Groups stay whole where they fit."""
+    """Rows in pieces that cost at most `max_tokens` each. Groups stay whole where they fit; a row
+    that does not fit alone is a piece of its own."""
+
+    def fits(rows: Sequence[WeightedRow]) -> bool:
+        return cost([weighted.row for weighted in rows]) <= max_tokens
+
     pieces: list[list[WeightedRow]] = []
     for group in groups:
         rows = list(group)
-        if pieces and _padded(pieces[-1] + rows) <= max_tokens:
+        if pieces and fits(pieces[-1] + rows):
             pieces[-1] += rows
-        elif _padded(rows) <= max_tokens:
+        elif fits(rows):
             pieces.append(rows)
         else:
-            pieces += _split(rows, max_tokens)
+            pieces += _split(rows, fits)
     return [piece for piece in pieces if piece]
 
 
-def _padded(rows: Sequence[WeightedRow]) -> int:
-    return len(rows) * max((len(r.row.ids) for r in rows), default=0)
-
-
-def _split(rows: list[WeightedRow], max_tokens: int) -> list[list[WeightedRow]]:
+def _split(
+    rows: list[WeightedRow], fits: Callable[[Sequence[WeightedRow]], bool]
+) -> list[list[WeightedRow]]:
     pieces: list[list[WeightedRow]] = [[]]
     for row in sorted(rows, key=lambda r: len(r.row.ids)):
-        if pieces[-1] and _padded([*pieces[-1], row]) > max_tokens:
+        if pieces[-1] and not fits([*pieces[-1], row]):
             pieces.append([])
         pieces[-1].append(row)
     return pieces

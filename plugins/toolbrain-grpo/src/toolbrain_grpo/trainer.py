@@ -7,23 +7,24 @@ pass and the loop over micro-batches. Checked against trl 1.16.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from attrs import evolve
 from datasets import Dataset
 from toolbrain_transformers.policy import TransformersPolicy
-from toolbrain_transformers.scoring import score
 from toolbrain_transformers.settings import trainer_arguments
 from toolbrain_transformers.trainers import JournalCallback, raise_not_finite, run_trainer
 from torch.utils.data import DataLoader
 from trl import GRPOConfig, GRPOTrainer
 
 from toolbrain_core.errors import NotServed
-from toolbrain_core.runs import Run
-from toolbrain_core.traces import Group, Sampling
+from toolbrain_core.runs import MARKER, Run
+from toolbrain_core.traces import Group, Sampling, Trace
 
 from .advantages import advantages_of, has_signal, score_of, why_no_signal
 from .algorithm import Grpo, Step, schedule_of
@@ -88,7 +89,7 @@ def train_grpo(settings: Grpo, run: Run) -> RolloutTrainer:
     policy = run.policy
     if not isinstance(policy, TransformersPolicy):
         raise NotServed(f"grpo trains a TransformersPolicy, not a {type(policy).__name__}")
-    with policy.training() as model, reference_of(policy, settings) as reference:
+    with policy.training() as model, reference_of(policy, settings, run) as reference:
         trainer = RolloutTrainer(settings, run, policy, model, reference)
         run_trainer(trainer, run, policy)
     if not trainer.updates:
@@ -98,18 +99,20 @@ def train_grpo(settings: Grpo, run: Run) -> RolloutTrainer:
 
 
 @contextmanager
-def reference_of(policy: TransformersPolicy, settings: Grpo) -> Iterator[Any]:
-    """A function that scores like the policy as it is now, or None where `beta` is 0.
+def reference_of(policy: TransformersPolicy, settings: Grpo, run: Run) -> Iterator[Any]:
+    """A function that scores like the policy as the run began with it, or None where `beta` is 0.
 
     A fresh adapter is switched off; a trained one is copied (adapter-sized, frozen) and the copy
-    removed afterwards. Full fine-tuning needs a second model, and the log says so.
+    removed afterwards; checkpoints have the copy too, so that a resumed run keeps its reference.
+    Full fine-tuning needs a second model, and the log says so.
     """
     if not settings.beta:
         yield None
-    elif policy.is_fresh:
+    elif _began_fresh(policy, run):
         yield lambda model: (model, unwrapped_peft(model).disable_adapter())
     elif policy.is_adapted:
         peft_model = policy.model
+        # Trainer gives it the checkpoint's weights where a run is resumed.
         peft_model.add_adapter("reference", peft_model.peft_config["default"])
         weights = dict(peft_model.named_parameters())
         for name, parameter in weights.items():
@@ -124,6 +127,13 @@ def reference_of(policy: TransformersPolicy, settings: Grpo) -> Iterator[Any]:
         log.warning("beta > 0 with full fine-tuning: a second copy of the model is kept in memory")
         frozen = copy.deepcopy(policy.model).requires_grad_(False).eval()
         yield lambda model: (frozen, nullcontext())
+
+
+def _began_fresh(policy: TransformersPolicy, run: Run) -> bool:
+    """Whether the run began with an adapter that did nothing, whatever it has learned since."""
+    if run.resume_from is None:
+        return policy.is_fresh
+    return policy.is_adapted and not (run.resume_from / "reference").is_dir()
 
 
 @contextmanager
@@ -158,13 +168,13 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
         self.policy = policy
         self.reference = reference
         self.schedule = schedule_of(settings, run.data, run.seed)
-        self.updates = 0
+        self.updates = _updates_before(run)
         self.no_signal: str | None = None
         self.last_metrics: dict[str, Any] = {}
         self.seen: list[Group] = []
         self._pieces: list[dict[str, Any]] | None = None  # None: no rollouts yet
         self._live: dict[str, Any] | None = None  # the piece whose loss is being computed
-        self._figures: dict[str, float] = {}
+        self._figures: dict[str, Any] = {}
         run.total_steps = len(self.schedule)
         super().__init__(
             model=model,
@@ -223,13 +233,13 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
             with nullcontext() if last else self.accelerator.no_sync(model):
                 total += self._backward(model, piece)
         self.updates += bool(self._pieces)
-        self._figures["loss"] = float(total)
+        self._figures["loss"] = float(total) if self._pieces else None
         return total
 
     def _backward(self, model: Any, piece: dict[str, Any]) -> Any:
         loss = self._piece_loss(model, piece) * piece["weight"]
         if not torch.isfinite(loss):
-            raise_not_finite("loss", self.state.global_step + 1, self.run)
+            raise_not_finite("loss", self.state.global_step + 1)
         self.accelerator.backward(loss)
         return loss.detach()
 
@@ -251,22 +261,18 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> tuple[Any, Any, None]:
-        """(rows, logits_to_keep) log-probabilities and entropies of the policy's own tokens."""
+        """(rows, logits_to_keep) log-probabilities and entropies of the policy's own tokens.
+
+        TRL's padded inputs are passed by: the piece has a forward pass of its own.
+        """
         piece = self._live or {}
-        wanted = torch.zeros_like(attention_mask)
-        wanted[:, -logits_to_keep:] = piece["completion_mask"] * piece["tool_mask"]
         with self.policy.autocast():
-            scores = score(
-                model,
-                input_ids,
-                attention_mask,
-                wanted,
-                self.settings.temperature,
-                entropy_gradient=self._entropy_bonus_enabled,
+            scores = piece["forward"].score(
+                model, self.settings.temperature, entropy_gradient=self._entropy_bonus_enabled
             )
-        logps = scores.logprobs[:, -logits_to_keep:]
+        logps = _spread(piece, scores.logprobs)
         self._weigh(piece, logps.detach())
-        return logps, scores.entropies[:, -logits_to_keep:], None
+        return logps, _spread(piece, scores.entropies), None
 
     def _weigh(self, piece: dict[str, Any], logps: Any) -> None:
         """At a batch's first pass: old log-probabilities are those of this forward, and the
@@ -289,11 +295,12 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
     def _collect(self, step: Step) -> list[dict[str, Any]]:
         """Rollouts, advantages, rows: the pieces of one batch, none where nothing teaches."""
         groups = self._rollouts(step)
-        self.seen = groups
         teaching = [g for g in groups if has_signal(self._scores(g))]
+        if not self.updates:  # to say why, should it stay so
+            self.seen += [] if teaching else map(_without_turns, groups)
         weighted = self._weighted_rows(teaching)
         self._figures = self._batch_figures(groups, teaching, weighted)
-        pieces = micro_batches(weighted, self.settings.max_tokens_per_step)
+        pieces = micro_batches(weighted, self.settings.max_tokens_per_step, self.policy.cost_of)
         return [] if not pieces else self._pieces_of(pieces)
 
     def _rollouts(self, step: Step) -> list[Group]:
@@ -349,6 +356,7 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
             elif self.settings.loss_type == "bnpo":
                 share = trained_tokens(piece) / tokens
             columns = tensors(piece, self.policy.tokenizer.pad_token_id, self.accelerator.device)
+            columns["forward"] = self.policy.forward_of([weighted.row for weighted in piece])
             batch.append({**columns, "num_items_in_batch": total, "weight": share})
         if self.reference is not None:
             for columns in batch:
@@ -357,14 +365,9 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _reference_logps(self, columns: dict[str, Any]) -> Any:
         model, context = self.reference(self.model)
-        ids = torch.cat([columns["prompt_ids"], columns["completion_ids"]], dim=1)
-        mask = torch.cat([columns["prompt_mask"], columns["completion_mask"]], dim=1)
-        width = columns["completion_ids"].shape[1]
-        wanted = torch.zeros_like(mask)
-        wanted[:, -width:] = columns["completion_mask"] * columns["tool_mask"]
         with torch.no_grad(), context, self.policy.autocast():
-            scores = score(model, ids, mask, wanted, self.settings.temperature)
-        return scores.logprobs[:, -width:]
+            scores = columns["forward"].score(model, self.settings.temperature)
+        return _spread(columns, scores.logprobs)
 
     def _batch_figures(
         self,
@@ -397,3 +400,23 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
     def _step_figures(self) -> dict[str, Any]:
         self.last_metrics = {**self._figures, "updates": self.updates}
         return self.last_metrics
+
+
+def _spread(piece: dict[str, Any], values: Any) -> Any:
+    """(rows, completion tokens): one value per trained token, row by row; zeros elsewhere."""
+    mask = (piece["completion_mask"] * piece["tool_mask"]).bool()
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def _updates_before(run: Run) -> int:
+    """Updates that a resumed run had made when its checkpoint was written."""
+    if run.resume_from is None:
+        return 0
+    marker = json.loads((run.resume_from / MARKER).read_text(encoding="utf-8"))
+    return int(marker["metrics"]["updates"])
+
+
+def _without_turns(group: Group) -> Group:
+    """The group without its tokens: how its attempts ended, and their scores."""
+    rollouts = (evolve(r, trace=Trace(error=r.trace.error)) for r in group.rollouts)
+    return evolve(group, rollouts=tuple(rollouts))

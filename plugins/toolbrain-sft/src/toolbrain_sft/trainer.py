@@ -100,14 +100,34 @@ class RowTrainer(SFTTrainer):  # type: ignore[misc]
         if len(self.train_dataset) != len(rows):
             raise AssertionError(f"{len(rows)} rows in, {len(self.train_dataset)} in the trainer")
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss under the policy's autocast. Errors: TrainingError where it is not finite."""
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss under the policy's autocast: over the rows' prefix tree where the model can
+        serve it, else TRL's. Errors: TrainingError where it is not finite."""
         with self.policy.autocast():
-            outcome = super().compute_loss(model, inputs, *args, **kwargs)
+            if self.policy.tree and self.args.loss_type == "nll" and not return_outputs:
+                outcome = self._tree_loss(model, inputs, num_items_in_batch)
+            else:
+                outcome = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = outcome[0] if isinstance(outcome, tuple) else outcome
         if not torch.isfinite(loss):
-            raise_not_finite("loss", self.state.global_step + 1, self.run)
+            raise_not_finite("loss", self.state.global_step + 1)
         return outcome
+
+    def _tree_loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+        """Mean negative log-probability of the labels, prompts that rows share computed once."""
+        rows = [
+            _row_of(ids[mask.bool()].tolist(), labels[mask.bool()].tolist())
+            for ids, mask, labels in zip(
+                inputs["input_ids"], inputs["attention_mask"], inputs["labels"], strict=True
+            )
+        ]
+        logprobs = self.policy.forward_of(rows).score(model).logprobs
+        tokens = len(logprobs) if num_items_in_batch is None else num_items_in_batch
+        # `num_items_in_batch` counts every rank's tokens, and DDP averages the ranks' gradients.
+        ranks = 1 if num_items_in_batch is None else self.accelerator.num_processes
+        return -logprobs.sum() * ranks / tokens
 
     def _step_figures(self) -> dict[str, Any]:
         tokens = sum(sum(row.trained) for row in self._rows)
@@ -119,6 +139,11 @@ class RowTrainer(SFTTrainer):  # type: ignore[misc]
 
 def _labels(row: Row) -> list[int]:
     return [token if trained else -100 for token, trained in zip(row.ids, row.trained, strict=True)]
+
+
+def _row_of(ids: list[int], labels: list[int]) -> Row:
+    trained = tuple(label != -100 for label in labels)
+    return Row(tuple(ids), trained, (0.0,) * len(ids), (-1,) * len(ids))
 
 
 def _pieces(rows: int, longest: int, max_tokens: int) -> int:

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -20,14 +21,23 @@ from toolbrain_core.errors import ConfigurationError, ContextOverflow, DataError
 from toolbrain_core.roles import AttemptKey, ChatRequest, ModelRef, Row
 from toolbrain_core.traces import Sampling, Trace, Turn
 
+from .drawing import Batch, Drawer
 from .generation import eos_ids_of, sampling_of
+from .padded_batch import PaddedBatch
 from .rows import rows_of
 from .sampler import InProcessSampler
+from .scoring import Forward, cost_of, forward_of
 from .session import PolicySession
 from .templates import ChatTemplate
+from .tool_formats import ToolFormat
+from .tree_attention import tree_attending
+from .tree_batch import TreeBatch
+from .tree_check import tree_problem
 
 log = logging.getLogger(__name__)
 
+#: Towers of image-text models, and what joins them to the language model.
+_NOT_LANGUAGE = r".*(vision|visual|image|audio|multi_modal|connector|projector).*"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -46,7 +56,10 @@ class TransformersPolicy:
     `lora=None` trains every weight; `adapter` is the directory of a saved adapter to start from.
     `dtype`: "auto" computes in the dtype the model was loaded in, "fp32" and "bf16" under autocast
     where the weights differ. Sampler and trainer run under the same autocast (`autocast()`).
-    `max_context` in tokens, by default the model's own. `seed` draws the adapter's first weights.
+    `max_context` in tokens, by default the model's own. `max_batch` sequences are sampled at once;
+    `max_cache_bytes` bounds the keys and values kept between turns. `tree="auto"` computes shared
+    prefixes once where the model's attention can serve it and says so once where it cannot,
+    "require" makes that an error, "off" pads. `seed` draws the adapter's first weights.
     Errors: `NotServed` (no chat template, generation options that the sampler lacks).
     """
 
@@ -59,12 +72,15 @@ class TransformersPolicy:
         dtype: Literal["auto", "fp32", "bf16"] = "auto",
         max_context: int | None = None,
         max_batch: int = 64,
+        max_cache_bytes: int = 1 << 30,
+        tree: Literal["auto", "require", "off"] = "auto",
         seed: int = 0,
     ):
         self.ref = ref
         self.processor = ref.processor
         self.tokenizer = getattr(ref.processor, "tokenizer", ref.processor)
         self.template = ChatTemplate(ref.processor, ref.name, ref.template_options)
+        self.tool_format = ToolFormat.of(ref.processor)
         self.dtype = dtype
         self.weights_version = 0
         base = ref.model
@@ -74,12 +90,12 @@ class TransformersPolicy:
         self.lora = Lora(**lora) if isinstance(lora, Mapping) else lora
         self.model = self._with_adapter(base, adapter, seed)
         self.model.eval()
+        self.tree = self._tree(tree)
+        self.max_cache_bytes = max_cache_bytes
         self.sampler = InProcessSampler(
-            base,
-            eos_ids=self.eos_ids,
-            decode=self.visible_text,
+            self._batch,
             context_length=self.context_length,
-            autocast=self.autocast,
+            context=self._serving_context,
             max_batch=max_batch,
             weights_version=lambda: self.weights_version,
         )
@@ -155,6 +171,28 @@ class TransformersPolicy:
             problems.append("the model's log-probabilities are not finite: are its weights intact?")
         return problems
 
+    def _batch(self) -> Batch:
+        drawer = Drawer(self.eos_ids, self.visible_text)
+        if self.tree:
+            return TreeBatch(self.ref.model, drawer, self.max_cache_bytes)
+        return PaddedBatch(self.ref.model, drawer)
+
+    @contextmanager
+    def _serving_context(self) -> Iterator[None]:
+        with self.autocast(), tree_attending(self.ref.model) if self.tree else nullcontext():
+            yield
+
+    def _tree(self, wanted: str) -> bool:
+        """Whether shared prefixes are computed once."""
+        if wanted == "off":
+            return False
+        problem = tree_problem(self.ref.model)
+        if problem and wanted == "require":
+            raise NotServed(f"tree='require', but {problem}. Use tree='auto'.")
+        if problem:
+            log.warning("%s: shared prefixes are computed again for every attempt", problem)
+        return not problem
+
     # Training --------------------------------------------------------------------------------
 
     def rows(self, trace: Trace) -> list[Row]:
@@ -190,9 +228,10 @@ class TransformersPolicy:
         pad_token, side = self.tokenizer.pad_token, self.tokenizer.padding_side
         attributes = set(base.__dict__)
         try:
-            yield self.model
+            with tree_attending(base) if self.tree else nullcontext():
+                yield self.model
         finally:
-            base.gradient_checkpointing_disable()
+            base.activation_checkpointing_disable()
             for name in set(base.__dict__) - attributes:
                 delattr(base, name)
             text_config.pad_token_id, base.generation_config.pad_token_id = before
@@ -200,6 +239,15 @@ class TransformersPolicy:
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
             self.weights_version += 1
+
+    def forward_of(self, rows: Sequence[Row]) -> Forward:
+        """The forward pass that scores these rows; see `scoring`."""
+        pad_id = self.tokenizer.pad_token_id or 0
+        return forward_of(rows, self.ref.model.device, self.tree, pad_id)
+
+    def cost_of(self, rows: Sequence[Row]) -> int:
+        """Tokens in that forward pass."""
+        return cost_of(rows, self.tree)
 
     @property
     def is_adapted(self) -> bool:
@@ -240,7 +288,7 @@ class TransformersPolicy:
                 f"r={own.r}, alpha={own.lora_alpha}. Build it with Brain.load(path, agent)."
             )
         weights = peft.load_peft_weights(str(path), device=str(self.ref.model.device))
-        outcome = peft.set_peft_model_state_dict(self.model, weights)
+        outcome: Any = peft.set_peft_model_state_dict(self.model, weights)
         missing = [key for key in outcome.missing_keys if ".lora_" in key]
         if missing or outcome.unexpected_keys:
             odd = (missing + list(outcome.unexpected_keys))[0]
@@ -280,22 +328,32 @@ class TransformersPolicy:
         if adapter is not None:
             if not (Path(adapter) / "adapter_config.json").is_file():
                 raise DataError(f"{adapter} holds no adapter (no adapter_config.json)")
-            return peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+            model = peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+            self.lora = _lora_of(model.peft_config["default"])
+            return model
         if self.lora is None:
             base.requires_grad_(True)
             return base
         targets = self.lora.target_modules
         config = peft.LoraConfig(
             r=self.lora.r,
-            lora_alpha=self.lora.alpha,
+            lora_alpha=self.lora.alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
             lora_dropout=0.0,  # dropout would make sampled and trained probabilities differ
             target_modules=targets if isinstance(targets, str) else list(targets),
-            exclude_modules=r".*(vision|visual|image|audio).*" if _sees(base) else None,
+            exclude_modules=_NOT_LANGUAGE if _sees(base) else None,
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks by an old name
             torch.manual_seed(seed)
             return peft.get_peft_model(base, config)
+
+
+def _lora_of(config: Any) -> Lora:
+    """What a saved adapter is, which counts more than what was asked for."""
+    targets = config.target_modules
+    named = targets if isinstance(targets, str) else tuple(sorted(targets or ()))
+    return Lora(config.r, config.lora_alpha, named)
 
 
 def _has_lora_layers(base: Any) -> bool:

@@ -1,74 +1,165 @@
-"""Log-probabilities of recorded tokens, by one forward pass over padded rows.
+"""Log-probabilities of recorded tokens: the one place where training looks at the model.
 
-The one place where training looks at the model: policy, old policy and reference all go through
-`score`.
+Policy, old policy and reference all go through a `Forward`, made once for a piece of rows: over
+the rows' prefix tree, every distinct token once, or over padded rows for models that the tree
+cannot serve. Both run the model's own forward to its end; the output head sees only the states
+that are wanted.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
 
+from toolbrain_core.roles import Row
+
+from .prefix_tree import PrefixTree
+from .tree_attention import TrainingTree, dummy_mask
+
 
 @frozen
 class Scores:
-    """Both (rows, tokens), 0 where not wanted. `logprobs[r, t]` is that of token `ids[r, t]`."""
+    """One value per trained token, row by row: both (trained tokens,)."""
 
     logprobs: Any
     entropies: Any
 
 
-def score(
-    model: Any,
-    ids: Any,
-    mask: Any,
-    wanted: Any,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-) -> Scores:
-    """Log-probabilities and entropies of the wanted tokens, at `temperature`.
+class Forward(Protocol):
+    """One forward pass over fixed rows."""
 
-    `ids`, `mask`, `wanted`: (rows, tokens). `mask` is 1 on real tokens, padding may be on either
-    side; `wanted` marks tokens to score, never a row's first. The output head runs on wanted
-    positions only; whatever else the model does to its logits (scaling, soft-capping) stays.
-    """
-    before = wanted[:, 1:].bool()  # the state before a token predicts it
-    keep = torch.nn.functional.pad(before, (0, 1))  # (rows, tokens)
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "use_cache": False,
-        **_text_only(model, ids),
-    }
-    with _head_only_on(model, keep):
-        logits = model(**inputs).logits[0]  # (wanted, vocabulary)
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    picked = logprobs.gather(1, ids[:, 1:][before].unsqueeze(1)).squeeze(1)  # (wanted,)
+    def score(
+        self, model: Any, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> Scores: ...
+
+
+def forward_of(rows: Sequence[Row], device: Any, tree: bool, pad_id: int = 0) -> Forward:
+    """The forward pass of these rows; each has at least one trained token, never its first."""
+    return TreeForward.of(rows, device) if tree else PaddedForward.of(rows, device, pad_id)
+
+
+def cost_of(rows: Sequence[Row], tree: bool) -> int:
+    """Tokens in the forward pass of these rows: distinct ones, or padded ones."""
+    if not rows:
+        return 0
+    inputs = [_inputs(row) for row in rows]
+    return len(PrefixTree.of(inputs)) if tree else len(rows) * max(map(len, inputs))
+
+
+def _inputs(row: Row) -> tuple[int, ...]:
+    """What the model must read: all before the last trained token."""
+    last = max(index for index, trained in enumerate(row.trained) if trained)
+    return row.ids[:last]
+
+
+@frozen(eq=False)
+class TreeForward:
+    """Rows as one flat prefix tree. `before` (trained tokens,) is the flat index of the token
+    before each trained one, `targets` its id."""
+
+    ids: Any  # (1, distinct tokens)
+    positions: Any  # (1, distinct tokens)
+    context: TrainingTree
+    before: Any
+    targets: Any
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: Any) -> TreeForward:
+        tree = PrefixTree.of([_inputs(row) for row in rows])
+        before: list[int] = []
+        targets: list[int] = []
+        for number, row in enumerate(rows):
+            places = tree.places(number)
+            wanted = [index for index, trained in enumerate(row.trained) if trained]
+            before += [places[index - 1] for index in wanted]
+            targets += [row.ids[index] for index in wanted]
+        return cls(
+            torch.tensor([tree.ids], device=device),
+            torch.tensor([tree.positions], device=device),
+            TrainingTree(tree),
+            torch.tensor(before, device=device),
+            torch.tensor(targets, device=device),
+        )
+
+    def score(self, model: Any, temperature: float = 1.0, entropy_gradient: bool = False) -> Scores:
+        """See `Forward`. The model's attention must be `tree_attending`."""
+        inputs = {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            "attention_mask": dummy_mask(self.ids.shape[1], self.ids.device),
+            "toolbrain_tree": self.context,
+        }
+        logits = _logits(model, inputs, lambda hidden: hidden[:, self.before])
+        return _scores(logits, self.targets, temperature, entropy_gradient)
+
+
+@frozen(eq=False)
+class PaddedForward:
+    """Rows padded on the right. `before` (rows, tokens) marks the token before each trained one."""
+
+    ids: Any  # (rows, tokens)
+    mask: Any  # (rows, tokens)
+    before: Any
+    targets: Any
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: Any, pad_id: int) -> PaddedForward:
+        inputs = [_inputs(row) for row in rows]
+        width = max(map(len, inputs))
+
+        def padded(columns: list[list[Any]], value: Any) -> Any:
+            full = [column + [value] * (width - len(column)) for column in columns]
+            return torch.tensor(full, device=device)
+
+        before = [list(row.trained[1 : len(i) + 1]) for row, i in zip(rows, inputs, strict=True)]
+        targets = [t for row in rows for t, w in zip(row.ids, row.trained, strict=True) if w]
+        return cls(
+            padded([list(i) for i in inputs], pad_id),
+            padded([[1] * len(i) for i in inputs], 0),
+            padded(before, False),
+            torch.tensor(targets, device=device),
+        )
+
+    def score(self, model: Any, temperature: float = 1.0, entropy_gradient: bool = False) -> Scores:
+        """See `Forward`."""
+        inputs = {
+            "input_ids": self.ids,
+            "attention_mask": self.mask,
+            "position_ids": (self.mask.cumsum(1) - 1).clamp(min=0),
+        }
+        logits = _logits(model, inputs, lambda hidden: hidden[self.before].unsqueeze(0))
+        return _scores(logits, self.targets, temperature, entropy_gradient)
+
+
+def _scores(logits: Any, targets: Any, temperature: float, entropy_gradient: bool) -> Scores:
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = (exact / temperature).log_softmax(-1)  # (trained tokens, vocabulary)
     spread = logprobs if entropy_gradient else logprobs.detach()
     entropies = -(spread.exp() * spread).sum(-1)
-    return Scores(_scatter(before, picked), _scatter(before, entropies))
+    return Scores(logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies)
 
 
-def _scatter(where: Any, values: Any) -> Any:
-    """(rows, tokens): `values` at `where`, which is one token behind; zeros elsewhere."""
-    table = values.new_zeros(where.shape).masked_scatter(where, values)
-    return torch.nn.functional.pad(table, (1, 0))
+def _logits(model: Any, inputs: dict[str, Any], select: Any) -> Any:
+    """Logits (wanted, vocabulary) of the hidden states that `select` takes out."""
+    extra = {"use_cache": False, **_text_only(model, inputs["input_ids"])}
+    with _head_sees(model, select):
+        return model(**inputs, **extra).logits[0]
 
 
 @contextmanager
-def _head_only_on(model: Any, keep: Any) -> Iterator[None]:
-    """Let the output head see only the hidden states of `keep` (rows, tokens), as one row."""
+def _head_sees(model: Any, select: Any) -> Iterator[None]:
+    """Let the output head see `select(hidden)`, (1, wanted, width). Whatever else the model does to
+    its logits (scaling, soft-capping) stays."""
 
-    def select(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (args[0][keep].unsqueeze(0), *args[1:])  # (1, kept, width)
+    def hook(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (select(args[0]), *args[1:])
 
-    handle = unwrapped(model).get_output_embeddings().register_forward_pre_hook(select)
+    handle = unwrapped(model).get_output_embeddings().register_forward_pre_hook(hook)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from toolbrain_core.roles import AttemptKey, ChatReply, ChatRequest
 from toolbrain_core.sessions import Transcript
 from toolbrain_core.traces import Failure, FailureKind, Sampling, Turn, Usage, jsonable
 
-from .sampler import Sampled
+from .drawing import Sampled
 
 if TYPE_CHECKING:
     from .policy import TransformersPolicy
@@ -79,15 +79,18 @@ class PolicySession:
                 raise
 
     async def achat(self, request: ChatRequest) -> ChatReply:
-        """`chat` for asynchronous agents."""
+        """`chat` for asynchronous agents. Cancelling it frees the request's place."""
         prompt, sampling, future = self._ask(request)
+        waited = asyncio.wrap_future(future)
         while True:
             try:
-                waited = asyncio.shield(asyncio.wrap_future(future))
-                sampled = await asyncio.wait_for(waited, _POLL_SECONDS)
+                sampled = await asyncio.wait_for(asyncio.shield(waited), _POLL_SECONDS)
                 return self._answer(request, prompt, sampling, sampled)
             except TimeoutError:
                 self._leave_if_closed(future)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
             except ToolBrainError as error:
                 self._note(error)
                 raise
@@ -166,7 +169,21 @@ class PolicySession:
                 "agent's prompt or history (observe=), or lower max_new_tokens."
             )
         usage = Usage(len(prompt.ids), len(sampled.ids))
-        return ChatReply(turn.text, sampled.finish_reason, usage, index)
+        calls = self._tool_calls(request, prompt, sampled, index)
+        return ChatReply(turn.text, sampled.finish_reason, usage, index, calls)
+
+    def _tool_calls(
+        self, request: ChatRequest, prompt: _Prompt, sampled: Sampled, turn: int
+    ) -> tuple[Mapping[str, Any], ...]:
+        """The calls of an answer to a request that offered tools. Agents that parse text
+        themselves leave them aside."""
+        tool_format = self.policy.tool_format
+        if not request.tools:
+            return ()
+        written = self.policy.decode(sampled.ids)
+        if not tool_format.is_known and "<tool_call>" not in written:
+            return ()
+        return tool_format.parse(written, request.tools, prompt.text, f"call_{turn}").calls
 
     def _remember(self, agent_name: str, prompt: _Prompt, sampled: Sampled) -> None:
         if not self.keep_ids or not sampled.ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import Factory, field, frozen, validators
+from attrs import field, frozen, validators
 
 from toolbrain_core.errors import ConfigurationError
 
@@ -20,6 +20,7 @@ OWNED = {
     "per_device_train_batch_size": "tasks_per_step= or rows_per_step=",
     "gradient_accumulation_steps": "max_tokens_per_step=",
     "gradient_checkpointing": "gradient_checkpointing=",
+    "activation_checkpointing": "gradient_checkpointing=",
     "lr_scheduler_type": "schedule=",
     "warmup_steps": "warmup_steps=",
     "weight_decay": "weight_decay=",
@@ -55,7 +56,7 @@ class TrainerSettings:
     """
 
     num_iterations: int = field(default=1, validator=_positive)
-    learning_rate: float = field(default=2e-4, validator=_positive)
+    learning_rate: float = field(default=2e-4, validator=validators.gt(0.0))
     schedule: str = "constant"
     warmup_steps: int = field(default=0, validator=validators.ge(0))
     weight_decay: float = 0.0
@@ -66,7 +67,7 @@ class TrainerSettings:
     checkpoint_every: int = field(default=20, validator=validators.ge(0))
     keep_checkpoints: int = field(default=2, validator=_positive)
     report_to: str | tuple[str, ...] = "none"
-    trl: Mapping[str, Any] = Factory(dict)
+    trl: Mapping[str, Any] = field(factory=dict, validator=validators.instance_of(Mapping))
 
 
 def trainer_arguments(
@@ -95,7 +96,7 @@ def trainer_arguments(
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
         "optim": settings.optimizer,
-        "gradient_checkpointing": settings.gradient_checkpointing,
+        "activation_checkpointing": settings.gradient_checkpointing,
         "save_strategy": "steps" if settings.checkpoint_every else "no",
         "save_steps": settings.checkpoint_every or 1,
         "save_total_limit": settings.keep_checkpoints,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,30 @@ log = logging.getLogger(__name__)
 _DROPPED = {"epoch", "num_tokens", "total_flos", "train_runtime", "train_loss"}
 
 
-class JournalCallback(TrainerCallback):  # type: ignore[misc]
+class JournalCallback(TrainerCallback):
     """Writes a trainer's metrics and checkpoints into the run, and stops it when asked.
 
     `extra` is called with the step for metrics beyond the trainer's own.
     """
 
-    def __init__(self, run: Run, extra: Any = None):
+    def __init__(self, run: Run, extra: Callable[[], Mapping[str, Any]] = dict):
         self.run = run
-        self.extra = extra or (lambda: {})
+        self.extra = extra
+        self.since = time.monotonic()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop before the step where a gradient is not finite."""
         gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
         if gradients and not math.isfinite(float(torch.nn.utils.get_total_norm(gradients))):
-            raise_not_finite("gradient", state.global_step + 1, self.run)
+            raise_not_finite("gradient", state.global_step + 1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
+            now = time.monotonic()
             metrics = {k: v for k, v in logs.items() if k not in _DROPPED}
-            self.run.record(state.global_step, {**metrics, **self.extra()})
+            seconds = {"seconds": round(now - self.since, 3)}
+            self.since = now
+            self.run.record(state.global_step, {**metrics, **seconds, **self.extra()})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.run.stop.is_set():
@@ -48,16 +54,14 @@ class JournalCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self.run.checkpoint_saved(path, state.global_step)
+        self.run.checkpoint_saved(path, state.global_step, {"metrics": dict(self.extra())})
 
 
-def raise_not_finite(what: str, step: int, run: Run) -> None:
-    """Errors: `TrainingError` that names the step and the last good checkpoint."""
-    latest = run.directory.latest_checkpoint()
-    kept = f"the last good checkpoint is {latest[0]}" if latest else "no checkpoint was written yet"
+def raise_not_finite(what: str, step: int) -> None:
+    """Errors: `TrainingError` that names the step."""
     raise TrainingError(
-        f"the {what} of step {step} is not finite; the weights were not changed by it, and {kept}. "
-        "Lower learning_rate, or use dtype='fp32'."
+        f"the {what} of step {step} is not finite; the weights were not changed by it. Lower "
+        "learning_rate, or use dtype='fp32'."
     )
 
 
@@ -65,12 +69,19 @@ def run_trainer(trainer: Any, run: Run, policy: TransformersPolicy) -> None:
     """Train to the end, from the run's checkpoint where it resumes one.
 
     A checkpoint is written at the end, also of a run that was interrupted between two steps
-    (`KeyboardInterrupt` goes on upwards).
+    (`KeyboardInterrupt` goes on upwards) or that cannot go on, if its weights are finite.
+    Errors: `TrainingError` that names the last good checkpoint.
     """
     trainer.remove_callback(PrinterCallback)
     resume = str(run.resume_from) if run.resume_from else None
     try:
         trainer.train(resume_from_checkpoint=resume)
+    except TrainingError as error:
+        if all(bool(p.isfinite().all()) for p in trainer.model.parameters()):
+            save_checkpoint(trainer, run)
+        latest = run.directory.latest_checkpoint()
+        kept = f"The last good checkpoint is {latest[0]}." if latest else "There is no checkpoint."
+        raise TrainingError(f"{error} {kept}") from error
     except KeyboardInterrupt:
         if run.stop.is_set():  # asked for, so between two steps: the weights are whole
             save_checkpoint(trainer, run)
@@ -86,4 +97,4 @@ def save_checkpoint(trainer: Any, run: Run) -> None:
     latest = run.directory.latest_checkpoint()
     if step and (latest is None or latest[1] < step):
         trainer._save_checkpoint(trainer.model, trial=None)
-        run.checkpoint_saved(Path(trainer.args.output_dir) / f"checkpoint-{step}", step)
+        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)

@@ -1,0 +1,165 @@
+"""Real parts: tiny random models with SmolLM2's tokenizer, behind a real policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from toolbrain_transformers.embedded import embedded_model_path
+from toolbrain_transformers.policy import TransformersPolicy
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from toolbrain_core.roles import AttemptKey, ChatReply, ChatRequest, ModelRef
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """SmolLM2's tokenizer, whose pad token is its end-of-sequence token. Not to be changed."""
+    return AutoTokenizer.from_pretrained(embedded_model_path())
+
+
+@pytest.fixture
+def with_template(tokenizer: Any) -> Callable[[str | None], Any]:
+    """A copy of the tokenizer with another chat template."""
+
+    def changed(template: str | None) -> Any:
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template
+        return own
+
+    return changed
+
+
+@pytest.fixture(scope="session")
+def make_model(tokenizer: Any) -> Callable[..., Any]:
+    """A tiny random Llama.
+
+    `eos_logit` is roughly the logit of the end-of-sequence token at every position; the other
+    49,151 logits have mean 0 and standard deviation `spread`.
+    """
+
+    def make(eos_logit: float = 0.0, spread: float = 1.0, seed: int = 0, **config: Any) -> Any:
+        torch.manual_seed(seed)
+        options = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.2,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "tie_word_embeddings": False,
+            **config,
+        }
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **options)).eval()
+        with torch.no_grad():
+            # Channel 0 of the residual stream is nearly constant, so a head row that reads only
+            # it is a bias.
+            model.model.embed_tokens.weight[:, 0] = 8.0
+            model.lm_head.weight[:, 1:].normal_(0, spread / 8)
+            model.lm_head.weight[:, 0] = 0
+            model.lm_head.weight[tokenizer.eos_token_id] = 0
+            model.lm_head.weight[tokenizer.eos_token_id, 0] = eos_logit / 2.5
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_policy(make_model: Callable[..., Any], tokenizer: Any) -> Callable[..., Any]:
+    """A policy on a fresh tiny model, or on `model`. Further options are the policy's."""
+
+    def make(
+        model: Any = None,
+        processor: Any = None,
+        defaults: dict[str, Any] | None = None,
+        template_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> TransformersPolicy:
+        ref = ModelRef(
+            kind="transformers",
+            model=make_model() if model is None else model,
+            processor=processor or tokenizer,
+            defaults=defaults or {"max_new_tokens": 8},
+            template_options=template_options or {},
+            name="tiny-llama",
+        )
+        return TransformersPolicy(ref, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def policy(make_policy: Callable[..., Any]) -> Any:
+    """A policy that tests only sample from."""
+    return make_policy()
+
+
+@pytest.fixture(scope="session")
+def key() -> Callable[..., AttemptKey]:
+    return lambda attempt=0, seed=0: AttemptKey("run", 0, "task", attempt, seed)
+
+
+@pytest.fixture(scope="session")
+def user() -> Callable[..., ChatRequest]:
+    """A request of one user message; further options are the request's."""
+
+    def request(text: str, **options: Any) -> ChatRequest:
+        return ChatRequest(({"role": "user", "content": text},), **options)
+
+    return request
+
+
+@pytest.fixture(scope="session")
+def follow_up() -> Callable[..., ChatRequest]:
+    """The request that goes on from an answered one."""
+
+    def request(before: ChatRequest, reply: ChatReply, text: str, **options: Any) -> ChatRequest:
+        answered = {"role": "assistant", "content": reply.text}
+        messages = (*before.messages, answered, {"role": "user", "content": text})
+        return ChatRequest(messages, **options)
+
+    return request
+
+
+@pytest.fixture(scope="session")
+def fresh_logprobs() -> Callable[..., Any]:
+    """Log-probabilities of a turn's sampled tokens by one plain forward pass."""
+
+    def score(model: Any, turn: Any) -> torch.Tensor:
+        ids = torch.tensor([[*turn.prompt_ids, *turn.completion_ids]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0].double()  # (tokens, vocabulary)
+        logprobs = (logits / (turn.sampling.temperature or 1.0)).log_softmax(-1)
+        before = logprobs[len(turn.prompt_ids) - 1 : -1]
+        return before.gather(1, ids[0, len(turn.prompt_ids) :, None])[:, 0].float()
+
+    return score
+
+
+@pytest.fixture(scope="session")
+def teach() -> Callable[..., None]:
+    """Train a tiny model until it writes `answer` after `prompt` (both ids), decoded greedily."""
+
+    def train(model: Any, prompt: list[int], answer: list[int]) -> None:
+        ids, targets = torch.tensor([[*prompt, *answer]]), torch.tensor(answer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        for _ in range(60):
+            logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, targets)
+            if loss < 0.02:
+                break
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loss < 0.1, f"the tiny model did not learn its line: loss {loss}"
+
+    return train
