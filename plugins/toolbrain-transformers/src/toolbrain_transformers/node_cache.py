@@ -8,6 +8,9 @@ from typing import Any
 
 from attrs import define, field
 
+#: Tokens that a cut must save.
+_WORTH_A_CUT = 16
+
 
 @define(eq=False)
 class CachedNode:
@@ -34,8 +37,10 @@ class CachedNode:
 
     @property
     def bytes(self) -> int:
-        tensors = (*self.keys, *self.values)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        if not self.keys:
+            return 0
+        first = self.keys[0]  # (key heads, tokens, dim), and all layers are alike
+        return 2 * len(self.keys) * first.numel() * first.element_size()
 
     def path(self) -> list[CachedNode]:
         """The nodes from the first to this one, without the root."""
@@ -76,13 +81,17 @@ class NodeCache:
         self._clock = itertools.count(1)
 
     def match(self, ids: tuple[int, ...]) -> CachedNode:
-        """The node at whose end the longest cached prefix of `ids` ends; a node that agrees with
-        `ids` only in part is cut there."""
+        """The node at whose end the longest cached prefix of `ids` ends. A node that agrees with
+        `ids` only in part is cut there, unless that saves too little: every node on a path is
+        read by itself in every step."""
         node, now = self.root, next(self._clock)
         while node.end < len(ids) and ids[node.end] in node.children:
             child = node.children[ids[node.end]]
             agreed = _agreed(child.ids, ids, child.start)
-            node = child if agreed == len(child.ids) else child.cut(agreed)
+            whole = agreed == len(child.ids)
+            if not whole and agreed < _WORTH_A_CUT and child.start + agreed < len(ids):
+                return node
+            node = child if whole else child.cut(agreed)
             node.used = now
         return node
 

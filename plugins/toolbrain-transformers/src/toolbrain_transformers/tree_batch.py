@@ -25,8 +25,9 @@ from .tree_attention import causal, dummy_mask
 _SHARED_BY = 2
 #: It also does when it is longer than this: long suffixes pad every other sequence's.
 _LONG = 256
-#: Suffix places are made in steps of this many tokens.
+#: Suffix places are made in steps of this many tokens, and rows with some to spare.
 _STEP = 64
+_SPARE_ROWS = 8
 
 
 class TreeBatch:
@@ -80,11 +81,11 @@ class TreeBatch:
     def _drop(self, rows: list[int]) -> list[Sequence]:
         """Take these sequences out; returns them."""
         dropped = [self.sequences[row] for row in rows]
-        if rows:
-            kept = [row for row in range(len(self.sequences)) if row not in set(rows)]
-            self.sequences = [self.sequences[row] for row in kept]
-            self.leaves = [self.leaves[row] for row in kept]
-            self.own.keep(kept)
+        for row in sorted(rows, reverse=True):  # the last row takes the place
+            for column in (self.sequences, self.leaves):
+                column[row] = column[-1]  # type: ignore[index]
+                column.pop()  # type: ignore[attr-defined]
+            self.own.drop(row)
         return dropped
 
     def _keep_suffix(self, row: int) -> None:
@@ -161,8 +162,7 @@ class TreeBatch:
         if suffix is None:
             self.own.append(len(alive))
         else:
-            suffix.keep(alive)
-            self.own.extend(suffix)
+            self.own.extend(suffix, alive)
         return [s for s in sequences if s.finish_reason]
 
     def _forward(self, tokens: Any, positions: Any, context: Any, keep: Any) -> Any:
@@ -210,7 +210,8 @@ class PrefillTree:
 
 
 class Suffixes:
-    """The own keys and values of each sequence: per layer (rows, key heads, places, dim)."""
+    """The own keys and values of each sequence: per layer (rows and spare rows, key heads, places,
+    dim). What lies beyond a row's length is finite and never attended to."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -244,54 +245,65 @@ class Suffixes:
     def append(self, rows: int) -> None:
         """Add empty rows."""
         self.lengths += [0] * rows
-        self.keys = [pad(k, (0, 0, 0, 0, 0, 0, 0, rows)) for k in self.keys]
-        self.values = [pad(v, (0, 0, 0, 0, 0, 0, 0, rows)) for v in self.values]
+        self._reserve(len(self.lengths), 0)
 
-    def extend(self, other: Suffixes) -> None:
-        """Add another's rows."""
-        if not other.lengths:
-            return
-        if not self.keys:
-            empty = len(self.lengths)
-            self.keys = [k.new_zeros(empty, *k.shape[1:]) for k in other.keys]
-            self.values = [v.new_zeros(empty, *v.shape[1:]) for v in other.values]
-        places = max(self.keys[0].shape[2], other.keys[0].shape[2])
-        self.lengths += other.lengths
-        self.keys = [_stack(a, b, places) for a, b in zip(self.keys, other.keys, strict=True)]
-        self.values = [_stack(a, b, places) for a, b in zip(self.values, other.values, strict=True)]
-
-    def keep(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order."""
-        self.lengths = [self.lengths[row] for row in rows]
-        if not self.keys:
-            return
+    def extend(self, other: Suffixes, rows: Many[int]) -> None:
+        """Add these rows of another."""
         if not rows:
-            self.keys, self.values = [], []
             return
-        index = torch.tensor(rows, device=self.keys[0].device)
-        self.keys = [k[index] for k in self.keys]
-        self.values = [v[index] for v in self.values]
+        first = len(self.lengths)
+        self.lengths += [other.lengths[row] for row in rows]
+        if not self.keys:
+            shape = (len(self.lengths), *other.keys[0].shape[1:])
+            self.keys = [k.new_zeros(shape) for k in other.keys]
+            self.values = [v.new_zeros(shape) for v in other.values]
+        places = other.keys[0].shape[2]
+        self._reserve(len(self.lengths), places)
+        index = torch.tensor(list(rows), device=other.keys[0].device)
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for own, new in zip(mine, theirs, strict=True):
+                own[first : first + len(rows), :, :places] = new[index]
+
+    def drop(self, row: int) -> None:
+        """Take a row out; the last one takes its place."""
+        last = len(self.lengths) - 1
+        if row < last:
+            length = self.lengths[last]
+            for tensor in (*self.keys, *self.values):
+                tensor[row, :, :length] = tensor[last, :, :length]
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
 
     def grew(self, by: list[int]) -> None:
         """Count what a forward pass wrote."""
         self.lengths = [length + more for length, more in zip(self.lengths, by, strict=True)]
 
     def write(self, layer: int, key: Any, value: Any, places: Any, most: int) -> tuple[Any, Any]:
-        """Put new keys and values (rows, heads, tokens, dim) at `places` (rows, tokens);
-        returns the layer's, up to place `most`."""
+        """Put new keys and values (rows, heads, tokens, dim) at `places` (rows, tokens); returns
+        the layer's, up to place `most`."""
         if layer == len(self.keys):
             shape = (key.shape[0], key.shape[1], 0, key.shape[3])
             self.keys.append(key.new_zeros(shape))
             self.values.append(value.new_zeros(shape))
-        room = self.keys[layer].shape[2]
-        if room < most:
-            more = -(-(most - room) // _STEP) * _STEP
-            self.keys[layer] = pad(self.keys[layer], (0, 0, 0, more))
-            self.values[layer] = pad(self.values[layer], (0, 0, 0, more))
+        self._reserve(len(self.lengths), most, layer)
+        rows = key.shape[0]
         index = places[:, None, :, None].expand_as(key)
-        self.keys[layer].scatter_(2, index, key)
-        self.values[layer].scatter_(2, index, value)
-        return self.keys[layer][:, :, :most], self.values[layer][:, :, :most]
+        keys, values = self.keys[layer][:rows], self.values[layer][:rows]
+        keys.scatter_(2, index, key)
+        values.scatter_(2, index, value)
+        return keys[:, :, :most], values[:, :, :most]
+
+    def _reserve(self, rows: int, places: int, layer: int | None = None) -> None:
+        """Make room, in one layer or in all, with some to spare."""
+        layers = range(len(self.keys)) if layer is None else [layer]
+        for column in (self.keys, self.values):
+            for number in layers:
+                have = column[number]
+                wide = -(-max(places, have.shape[2]) // _STEP) * _STEP
+                tall = have.shape[0] if have.shape[0] >= rows else rows + _SPARE_ROWS
+                if (tall, wide) != (have.shape[0], have.shape[2]):
+                    more = (0, 0, 0, wide - have.shape[2], 0, 0, 0, tall - have.shape[0])
+                    column[number] = pad(have, more)
 
 
 def _gather(rows: Many[Many[Any]], places: int, like: Any) -> Any:
@@ -303,10 +315,6 @@ def _gather(rows: Many[Many[Any]], places: int, like: Any) -> Any:
             table[row, :, at : at + part.shape[1]] = part
             at += part.shape[1]
     return table
-
-
-def _stack(a: Any, b: Any, places: int) -> Any:
-    return torch.cat([pad(t, (0, 0, 0, places - t.shape[2])) for t in (a, b)])
 
 
 class DecodingTree:

@@ -1,0 +1,179 @@
+"""The prefix tree against the naive expansion, and attention over it against padded rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toolbrain_transformers.prefix_tree import PrefixTree
+from toolbrain_transformers.scoring import PaddedForward, TreeForward, cost_of
+from toolbrain_transformers.tree_attention import tree_attending
+from toolbrain_transformers.tree_check import tree_problem
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from toolbrain_core.roles import Row
+
+sequences = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8)
+
+
+@given(sequences)
+def test_every_sequence_is_found_along_its_path(rows: list[list[int]]) -> None:
+    tree = PrefixTree.of(rows)
+    for number, row in enumerate(rows):
+        places = tree.places(number)
+        assert [tree.ids[place] for place in places] == row
+        assert [tree.positions[place] for place in places] == list(range(len(row)))
+
+
+@given(sequences)
+def test_every_distinct_token_stands_there_once(rows: list[list[int]]) -> None:
+    distinct = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
+    assert len(PrefixTree.of(rows)) == len(distinct)
+
+
+@given(sequences)
+def test_nodes_lie_in_line_after_their_parents_and_part_only_where_sequences_do(
+    rows: list[list[int]],
+) -> None:
+    tree = PrefixTree.of(rows)
+    ends = [0, *(node.end for node in tree.nodes)]
+    assert [node.start for node in tree.nodes] == ends[:-1]
+    for index, node in enumerate(tree.nodes):
+        assert node.parent < index
+        assert len(node) > 0
+        children = [n for n in tree.nodes if n.parent == index]
+        assert len(children) != 1 or index in tree.leaves
+
+
+def rows_of(prompt: int, answers: int, length: int, seed: int = 0) -> list[Row]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(5, 90, (count,), generator=draw).tolist()
+
+    shared, rows = ids(prompt), []
+    for number in range(answers):
+        told, more = ids(number), ids(length)  # rows of different lengths, two turns each
+        row = [*shared, *more, *told, *ids(3)]
+        trained = [False] * prompt + [True] * length + [False] * number + [True] * 3
+        rows.append(Row(tuple(row), tuple(trained), (0.0,) * len(row), (0,) * len(row)))
+    return rows
+
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=7)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, sliding_window=7)),
+}
+
+
+@pytest.fixture(params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_tree_gives_the_log_probabilities_and_gradients_of_padded_rows(
+    model: torch.nn.Module, checkpointing: bool
+) -> None:
+    rows = rows_of(prompt=20, answers=4, length=6)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    model.train()
+    weights = torch.linspace(-1, 1, sum(sum(row.trained) for row in rows))
+    plain = PaddedForward.of(rows, "cpu", 0).score(model, temperature=0.7)
+    (plain.logprobs * weights).sum().backward()
+    expected = gradients(model)
+    with tree_attending(model):
+        tree = TreeForward.of(rows, "cpu").score(model, temperature=0.7)
+        (tree.logprobs * weights).sum().backward()
+    found = gradients(model)
+    assert torch.allclose(tree.logprobs, plain.logprobs, atol=1e-5)
+    assert torch.allclose(tree.entropies, plain.entropies, atol=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=2e-5), name
+
+
+def test_long_nodes_are_attended_to_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = MODELS["mistral"]().eval()
+    rows = rows_of(prompt=60, answers=2, length=30)
+    plain = PaddedForward.of(rows, "cpu", 0).score(model).logprobs
+    monkeypatch.setattr("toolbrain_transformers.tree_attention._QUERY_BLOCK", 16)
+    with torch.no_grad(), tree_attending(model):
+        tree = TreeForward.of(rows, "cpu").score(model).logprobs
+    assert torch.allclose(tree, plain, atol=1e-5)
+
+
+def test_a_shared_prompt_costs_once() -> None:
+    rows = rows_of(prompt=100, answers=8, length=5)
+    assert cost_of(rows, tree=True) < 100 + 8 * 20
+    assert cost_of(rows, tree=False) >= 8 * 100
+
+
+def test_outside_of_a_tree_the_model_attends_as_before(model: torch.nn.Module) -> None:
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 14, 15, 16]])
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    before = model(ids, attention_mask=mask).logits[:, 3:]
+    implementation = model.config._attn_implementation
+    with tree_attending(model):
+        inside = model(ids, attention_mask=mask).logits[:, 3:]
+    assert torch.allclose(before, inside, atol=1e-6)
+    assert model.config._attn_implementation == implementation
+
+
+def test_the_tree_serves_common_models(model: torch.nn.Module) -> None:
+    assert tree_problem(model) == ""
+
+
+def test_a_model_with_capped_attention_scores_cannot_serve_the_tree() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, attn_logit_softcapping=50.0)).eval()
+    assert "Gemma2ForCausalLM" in tree_problem(capped)
+
+
+def test_learned_positions_are_served_since_they_are_given() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    model = GPT2LMHeadModel(config).eval()
+    problem = tree_problem(model)
+    rows = rows_of(prompt=12, answers=3, length=4)
+    plain = PaddedForward.of(rows, "cpu", 0).score(model).logprobs
+    if not problem:
+        with torch.no_grad(), tree_attending(model):
+            tree = TreeForward.of(rows, "cpu").score(model).logprobs
+        assert torch.allclose(plain, tree, atol=1e-5)
