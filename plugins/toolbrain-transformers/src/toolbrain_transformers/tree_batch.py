@@ -202,11 +202,20 @@ class PrefillTree:
         self, layer: int, query: Any, key: Any, value: Any, scale: float, window: int | None
     ) -> Any:
         """`query` (1, heads, tokens, dim), `key` and `value` (1, key heads, tokens, dim)."""
-        self.keys.append(key[0])
-        self.values.append(value[0])
-        keys = torch.cat([*(node.keys[layer] for node in self.path), key[0]], dim=1)
-        values = torch.cat([*(node.values[layer] for node in self.path), value[0]], dim=1)
-        return causal(query, keys.unsqueeze(0), values.unsqueeze(0), scale, window)
+        kept = _kept_dtype(query)
+        self.keys.append(key[0].to(kept))
+        self.values.append(value[0].to(kept))
+        keys = torch.cat([*(node.keys[layer] for node in self.path), self.keys[-1]], dim=1)
+        values = torch.cat([*(node.values[layer] for node in self.path), self.values[-1]], dim=1)
+        output = causal(query.to(kept), keys.unsqueeze(0), values.unsqueeze(0), scale, window)
+        return output.to(query.dtype)
+
+
+def _kept_dtype(query: Any) -> torch.dtype:
+    """Keys and values are kept in fp32 or better on a CPU: it multiplies small batches of half precision
+    several times slower."""
+    on_cpu = query.device.type == "cpu"
+    return torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
 
 
 class Suffixes:
@@ -340,10 +349,10 @@ class DecodingTree:
         """`query` (rows, heads, tokens, dim), `key` and `value` (rows, key heads, tokens, dim)."""
         rows, heads, tokens, dim = query.shape
         places, allowed, indices = self._prepared(query)
-        groups = heads // key.shape[1]
-        keys, values = self.own.write(layer, key, value, places, self.most)
+        groups, kept = heads // key.shape[1], _kept_dtype(query)
+        keys, values = self.own.write(layer, key.to(kept), value.to(kept), places, self.most)
         # Query heads that share a key head are folded into the queries.
-        folded = query.reshape(rows, key.shape[1], groups * tokens, dim) * scale
+        folded = query.to(kept).reshape(rows, key.shape[1], groups * tokens, dim) * scale
         scores = torch.matmul(folded, keys.transpose(2, 3))  # (rows, key heads, queries, places)
         if window is not None:
             seen = torch.arange(self.most, device=places.device)
