@@ -209,8 +209,9 @@ class Group:
 class Demonstration:
     """A conversation to imitate: OpenAI-shaped `messages`; the assistant's are trained on.
 
-    `tools` and `template_options` are what the chat template gets beside them. `prefix_messages`
-    of the front are context even where the assistant wrote them.
+    `tools` and `template_options` are what the chat template gets beside them. Where
+    `metadata["turns"]` is there, it is trained on instead: a list of `messages` (the prompt of one
+    model call), `text` (what to write) and, if they differ, `tools`.
     """
 
     task: Task

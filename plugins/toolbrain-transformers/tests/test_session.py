@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from toolbrain_transformers.node_cache import CachedNode
 from trl.chat_template_utils import qwen2_5_chat_template
 
 from toolbrain_core.errors import AttemptClosed, ContextOverflow, NotServed, SamplerFailure
-from toolbrain_core.roles import ChatRequest
+from toolbrain_core.roles import AttemptKey, ChatRequest
 from toolbrain_core.traces import Sampling
 
 #: ChatML without the end-of-sequence token after answers: agents that strip it render prompts so.
@@ -448,3 +450,17 @@ def test_calls_that_the_policy_wrote_are_in_the_reply(
     assert reply.text == written
     assert session.transcript.turns[0].prompt_ids == prompt
     assert without.tool_calls == ()
+
+
+def test_nothing_cached_outlives_serving(policy):
+    """Without waiting for Python's cycle collector, which cannot see how large tensors are."""
+    gc.collect()
+    gc.disable()
+    try:
+        with policy.serving():
+            session = policy.session(AttemptKey("memory", 0, "t", 0), Sampling(max_new_tokens=3))
+            session.chat(ChatRequest(({"role": "user", "content": "hello"},)))
+        held = [t for t in gc.get_objects() if isinstance(t, CachedNode) and t.keys]
+        assert not held
+    finally:
+        gc.enable()

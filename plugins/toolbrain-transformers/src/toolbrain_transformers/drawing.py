@@ -66,6 +66,9 @@ class Batch(Protocol):
     def drop_cancelled(self) -> None:
         """Free the places of sequences whose future is done."""
 
+    def release(self) -> None:
+        """Drop all keys and values: serving has ended."""
+
 
 @frozen
 class Drawer:

@@ -101,6 +101,14 @@ class NodeCache:
         node.used = next(self._clock)
         node.parent.children[node.ids[0]] = node
 
+    def clear(self) -> None:
+        """Drop everything at once: parents and children hold each other, and would wait for
+        Python's cycle collector, which knows nothing of the tensors' size."""
+        for node in _below(self.root):
+            node.keys, node.values, node.logits = [], [], None
+            node.children, node.parent = {}, None
+        self.root = CachedNode()
+
     def evict(self, in_use: Iterable[CachedNode]) -> None:
         """Drop the least recently used leaves until the rest fits."""
         kept = {id(node) for leaf in in_use for node in leaf.path()}

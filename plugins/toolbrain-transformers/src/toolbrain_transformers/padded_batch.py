@@ -54,6 +54,10 @@ class PaddedBatch:
         """See `Batch.drop_cancelled`."""
         self._keep([i for i, s in enumerate(self.sequences) if not s.future.done()])
 
+    def release(self) -> None:
+        """See `Batch.release`."""
+        self.sequences, self.cache = [], None
+
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[DynamicCache, Any, Any]:
         device = self.model.device
         width = max(map(len, prompts))

@@ -100,6 +100,9 @@ class InProcessSampler:
             _fail_all(batch, requests, f"the sampler failed: {type(error).__name__}: {error}")
         else:
             _fail_all(batch, requests, "the sampler was stopped")
+        finally:
+            if batch is not None:
+                batch.release()
 
     def _admit(self, batch: Batch, requests: queue.Queue[drawing.Sequence | None]) -> bool:
         """Take waiting requests in; waits while there is nothing to do. False: stop serving."""

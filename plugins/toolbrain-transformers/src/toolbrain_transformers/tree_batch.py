@@ -78,6 +78,11 @@ class TreeBatch:
         """See `Batch.drop_cancelled`."""
         self._drop([i for i, s in enumerate(self.sequences) if s.future.done()])
 
+    def release(self) -> None:
+        """See `Batch.release`."""
+        self.sequences, self.leaves, self.own = [], [], Suffixes()
+        self.cache.clear()
+
     def _drop(self, rows: list[int]) -> list[Sequence]:
         """Take these sequences out; returns them."""
         dropped = [self.sequences[row] for row in rows]
@@ -212,8 +217,8 @@ class PrefillTree:
 
 
 def _kept_dtype(query: Any) -> torch.dtype:
-    """Keys and values are kept in fp32 or better on a CPU: it multiplies small batches of half precision
-    several times slower."""
+    """Keys and values are kept in fp32 or better on a CPU, which multiplies small batches of half
+    precision several times slower."""
     on_cpu = query.device.type == "cpu"
     return torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
 
