@@ -22,6 +22,9 @@ from transformers.generation.logits_process import (
 
 from toolbrain_core.traces import Sampling
 
+#: Probabilities that are summed at once.
+_CHUNK = 256
+
 
 @frozen
 class Sampled:
@@ -119,15 +122,40 @@ def _choose(sequences: Many[Sequence], logits: Any, logprobs: Any) -> Any:
     if random_rows:
         index = torch.tensor(random_rows, device=logits.device)
         chances = [sequences[row].draws.random() for row in random_rows]
-        plain = logprobs[index].double().exp()  # (random rows, vocabulary)
+        plain = logprobs[index].exp()  # (random rows, vocabulary)
         for place, row in enumerate(random_rows):
             if _is_cut(sequences[row].sampling):
                 plain[place] = _cut_probabilities(sequences[row], logits[row])
-        total = plain.cumsum(1)
-        target = torch.tensor(chances, dtype=total.dtype, device=total.device).unsqueeze(1)
-        found = torch.searchsorted(total, target * total[:, -1:], right=True).squeeze(1)
-        drawn[index] = found.clamp(max=logits.shape[1] - 1)
+        drawn[index] = _inverse_cdf(plain, chances)
     return drawn
+
+
+def _inverse_cdf(plain: Any, chances: Many[float]) -> Any:
+    """The token (rows,) where the sum of probabilities (rows, vocabulary) exceeds each chance.
+
+    Summed by chunks and then within one chunk, so that only these few sums need double precision.
+    """
+    size = plain.shape[1]
+    chunks = plain[:, : size - size % _CHUNK].unflatten(1, (-1, _CHUNK)).sum(2)
+    rest = plain[:, size - size % _CHUNK :].sum(1, keepdim=True)
+    until = torch.cat([chunks, rest], 1).double().cumsum(1)  # (rows, chunks + 1)
+    wanted = torch.tensor(chances, dtype=torch.double, device=plain.device).unsqueeze(1)
+    chunk, before = _first_above(until, wanted * until[:, -1:])
+    tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=plain.device)  # (rows, chunk)
+    inside = plain.gather(1, tokens.clamp(max=size - 1)).double() * (tokens < size)
+    found, _ = _first_above(inside.cumsum(1), before)
+    return tokens.gather(1, found).squeeze(1).clamp(max=size - 1)
+
+
+def _first_above(sums: Any, wanted: Any) -> tuple[Any, Any]:
+    """The first of the rising `sums` (rows, n) above `wanted` (rows, 1), and by how much `wanted`
+    is above the sum before it. Rounding must not lead to one that adds nothing."""
+    most = torch.nextafter(sums[:, -1:], torch.zeros_like(wanted))
+    wanted = torch.minimum(wanted, most).clamp(min=0)
+    index = torch.searchsorted(sums, wanted, right=True)
+    index = index.clamp(max=sums.shape[1] - 1)  # beyond the last where something is NaN
+    before = torch.where(index > 0, sums.gather(1, (index - 1).clamp(min=0)), 0.0)
+    return index, wanted - before
 
 
 def _is_cut(sampling: Sampling) -> bool:
@@ -159,4 +187,4 @@ def _cut_probabilities(sequence: Sequence, logits: Any) -> Any:
         scores = TopPLogitsWarper(sampling.top_p)(empty, scores)
     if sampling.min_p > 0:
         scores = MinPLogitsWarper(sampling.min_p)(empty, scores)
-    return scores[0].double().softmax(-1)
+    return scores[0].softmax(-1)

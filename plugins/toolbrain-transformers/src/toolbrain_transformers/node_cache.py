@@ -35,6 +35,9 @@ class CachedNode:
         """Position after the last token."""
         return self.start + len(self.ids)
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
     @property
     def bytes(self) -> int:
         if not self.keys:

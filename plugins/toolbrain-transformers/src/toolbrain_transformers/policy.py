@@ -23,6 +23,7 @@ from toolbrain_core.traces import Sampling, Trace, Turn
 
 from .drawing import Batch, Drawer
 from .generation import eos_ids_of, sampling_of
+from .lean_layers import lean_layers
 from .padded_batch import PaddedBatch
 from .rows import rows_of
 from .sampler import InProcessSampler
@@ -179,7 +180,12 @@ class TransformersPolicy:
 
     @contextmanager
     def _serving_context(self) -> Iterator[None]:
-        with self.autocast(), tree_attending(self.ref.model) if self.tree else nullcontext():
+        base = self.ref.model
+        with (
+            self.autocast(),
+            lean_layers(base, fixed=True),
+            tree_attending(base) if self.tree else nullcontext(),
+        ):
             yield
 
     def _tree(self, wanted: str) -> bool:
@@ -228,7 +234,10 @@ class TransformersPolicy:
         pad_token, side = self.tokenizer.pad_token, self.tokenizer.padding_side
         attributes = set(base.__dict__)
         try:
-            with tree_attending(base) if self.tree else nullcontext():
+            with (
+                lean_layers(base, fixed=False),
+                tree_attending(base) if self.tree else nullcontext(),
+            ):
                 yield self.model
         finally:
             base.activation_checkpointing_disable()

@@ -15,11 +15,15 @@ from typing import Any, Protocol
 
 import torch
 from attrs import frozen
+from torch.utils.checkpoint import checkpoint
 
 from toolbrain_core.roles import Row
 
 from .prefix_tree import PrefixTree
 from .tree_attention import TrainingTree, dummy_mask
+
+#: Tokens whose distributions are computed at once.
+_CHUNK = 256
 
 
 @frozen
@@ -137,11 +141,24 @@ class PaddedForward:
 
 
 def _scores(logits: Any, targets: Any, temperature: float, entropy_gradient: bool) -> Scores:
-    exact = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs = (exact / temperature).log_softmax(-1)  # (trained tokens, vocabulary)
+    """By chunks of tokens, which the backward pass computes again: no second (trained tokens,
+    vocabulary) tensor is kept beside the logits."""
+    pieces = [
+        checkpoint(_chunk_scores, *chunk, temperature, entropy_gradient, use_reentrant=False)
+        for chunk in zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    ]
+    logprobs, entropies = zip(*pieces, strict=True)
+    return Scores(torch.cat(logprobs), torch.cat(entropies))
+
+
+def _chunk_scores(
+    logits: Any, targets: Any, temperature: float, entropy_gradient: bool
+) -> tuple[Any, Any]:
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = (exact / temperature).log_softmax(-1)  # (tokens, vocabulary)
     spread = logprobs if entropy_gradient else logprobs.detach()
     entropies = -(spread.exp() * spread).sum(-1)
-    return Scores(logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies)
+    return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
 
 def _logits(model: Any, inputs: dict[str, Any], select: Any) -> Any:

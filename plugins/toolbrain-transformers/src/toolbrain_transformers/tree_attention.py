@@ -115,7 +115,7 @@ class TrainingTree:
 def causal(query: Any, key: Any, value: Any, scale: float, window: int | None) -> Any:
     """The last `query` tokens of a sequence attend to it. (1, heads, queries, dim)."""
     length, total = query.shape[2], key.shape[2]
-    if length == total and (window is None or total <= window) and length <= _QUERY_BLOCK:
+    if length == total and (window is None or total <= window):
         groups = query.shape[1] // key.shape[1]
         k, v = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale)

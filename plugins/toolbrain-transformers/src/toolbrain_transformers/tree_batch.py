@@ -14,16 +14,19 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import Factory, define
 from torch.nn.functional import pad
 
 from .drawing import Drawer, Sequence
 from .node_cache import CachedNode, NodeCache
+from .prefix_tree import PrefixTree
 from .tree_attention import causal, dummy_mask
 
-#: A prompt's new part becomes a node where this many sequences share it.
-_SHARED_BY = 2
-#: It also does when it is longer than this: long suffixes pad every other sequence's.
+#: A new part of a prompt that is longer than this becomes a node where sequences share it. Shorter
+#: nodes are copied into the suffixes of those that stand on them: a node that is read apart costs
+#: operations of its own in every layer.
+_COPIED = 96
+#: A new part that is longer than this becomes a node anyway: long suffixes pad all the others.
 _LONG = 256
 #: Suffix places are made in steps of this many tokens, and rows with some to spare.
 _STEP = 64
@@ -38,8 +41,9 @@ class TreeBatch:
         self.drawer = drawer
         self.cache = NodeCache(max_cache_bytes)
         self.sequences: list[Sequence] = []
-        self.leaves: list[CachedNode] = []  # what each sequence stands on
-        self.own = Suffixes()
+        self.leaves: list[CachedNode] = []  # where each sequence's prompt ended in the cache
+        self.bases: list[CachedNode] = []  # the part of that path that is read apart
+        self.own = Suffixes()  # all that comes after
 
     def add(self, arrived: list[Sequence]) -> list[Sequence]:
         """See `Batch.add`."""
@@ -47,18 +51,22 @@ class TreeBatch:
         prompts: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in arrived:
             prompts.setdefault(sequence.prompt, []).append(sequence)
+        for prefix in _shared_prefixes(list(prompts)):
+            leaf = self.cache.match(prefix)
+            if len(prefix) - leaf.end > _COPIED:
+                self._prompt_node(prefix, leaf)
         ended: list[Sequence] = []
-        alone: list[tuple[Sequence, CachedNode]] = []
-        for prompt, sharers in sorted(prompts.items(), key=lambda item: len(item[0])):
+        rest: list[tuple[list[Sequence], CachedNode]] = []
+        for prompt, sharers in prompts.items():
             leaf = self.cache.match(prompt)
-            rest = len(prompt) - leaf.end
-            shared = len(sharers) >= _SHARED_BY or leaf is self.cache.root
-            if shared or rest > _LONG or (not rest and not leaf.private):
-                node = self._prompt_node(prompt, leaf)
-                ended += self._join(sharers, [node] * len(sharers), node.logits)
+            new = len(prompt) - leaf.end
+            if new > _LONG or (new > _COPIED and len(sharers) > 1):
+                leaf = self._prompt_node(prompt, leaf)
+            if leaf.end == len(prompt) and leaf.logits is not None:
+                ended += self._join(sharers, leaf, leaf.logits)
             else:
-                alone.append((sharers[0], leaf))
-        return ended + self._add_alone(alone)
+                rest.append((sharers, leaf))
+        return ended + self._add_rest(rest)
 
     def step(self) -> list[Sequence]:
         """See `Batch.step`."""
@@ -66,7 +74,7 @@ class TreeBatch:
         ones = [1] * len(self.sequences)
         tokens = torch.tensor([[s.ids[-1]] for s in self.sequences], device=device)
         positions = torch.tensor([[s.length - 1] for s in self.sequences], device=device)
-        logits = self._forward(tokens, positions, DecodingTree(self.own, self.leaves, ones), 1)
+        logits = self._forward(tokens, positions, DecodingTree(self.own, self.bases, ones), 1)
         self.own.grew(ones)
         self.drawer.draw(self.sequences, logits[:, -1])
         ended = [i for i, s in enumerate(self.sequences) if s.finish_reason]
@@ -80,14 +88,14 @@ class TreeBatch:
 
     def release(self) -> None:
         """See `Batch.release`."""
-        self.sequences, self.leaves, self.own = [], [], Suffixes()
+        self.sequences, self.leaves, self.bases, self.own = [], [], [], Suffixes()
         self.cache.clear()
 
     def _drop(self, rows: list[int]) -> list[Sequence]:
         """Take these sequences out; returns them."""
         dropped = [self.sequences[row] for row in rows]
         for row in sorted(rows, reverse=True):  # the last row takes the place
-            for column in (self.sequences, self.leaves):
+            for column in (self.sequences, self.leaves, self.bases):
                 column[row] = column[-1]  # type: ignore[index]
                 column.pop()  # type: ignore[attr-defined]
             self.own.drop(row)
@@ -96,22 +104,20 @@ class TreeBatch:
     def _keep_suffix(self, row: int) -> None:
         """Cache what a sequence that ended leaves behind, for its next turn. Its last token was
         drawn and never read."""
-        sequence, leaf, length = self.sequences[row], self.leaves[row], self.own.lengths[row]
-        ids = (*sequence.prompt, *sequence.ids)[leaf.end : leaf.end + length]
-        if ids and ids[0] not in leaf.children:
-            keys, values = self.own.row(row)
-            self.cache.insert(CachedNode(ids, keys, values, leaf, leaf.end, private=True))
+        sequence = self.sequences[row]
+        ids = (*sequence.prompt, *sequence.ids[:-1])
+        leaf = self.cache.match(ids)
+        first = leaf.end - self.bases[row].end
+        if leaf.end < len(ids) and first >= 0:
+            keys, values = self.own.row(row, first)
+            node = CachedNode(ids[leaf.end :], keys, values, leaf, leaf.end, private=True)
+            self.cache.insert(node)
 
     def _prompt_node(self, prompt: tuple[int, ...], leaf: CachedNode) -> CachedNode:
-        """The node at whose end `prompt` ends, with its last token's logits."""
-        if leaf.end < len(prompt):
-            node = self._prefill(prompt[leaf.end :], leaf)
-            self.cache.insert(node)
-            return node
-        if leaf.logits is None:  # cached as a part of something longer: read its last token again
-            before = self.cache.match(prompt[:-1])
-            leaf.logits = self._prefill(prompt[-1:], before).logits
-        return leaf
+        """A node after `leaf`, at whose end `prompt` ends, with its last token's logits."""
+        node = self._prefill(prompt[leaf.end :], leaf)
+        self.cache.insert(node)
+        return node
 
     def _prefill(self, ids: tuple[int, ...], leaf: CachedNode) -> CachedNode:
         """A new node after `leaf`, not yet in the cache."""
@@ -123,52 +129,51 @@ class TreeBatch:
         node.logits = logits[0, -1]
         return node
 
-    def _add_alone(self, alone: list[tuple[Sequence, CachedNode]]) -> list[Sequence]:
-        """Sequences whose new tokens nobody shares: prefilled together, into their suffixes, after
-        what is cached of them alone."""
-        if not alone:
+    def _add_rest(self, rest: list[tuple[list[Sequence], CachedNode]]) -> list[Sequence]:
+        """Sequences with the same prompt, and where it is cached up to: the short rests of all
+        prompts are prefilled together, each as the suffix that its sequences begin with."""
+        if not rest:
             return []
         device = self.model.device
-        leaves = [_shared(leaf) for _, leaf in alone]
-        suffix = Suffixes.of([_private(leaf) for _, leaf in alone])
-        depths = [leaf.end for _, leaf in alone]
-        rests = [s.prompt[depth:] for (s, _), depth in zip(alone, depths, strict=True)]
+        prompts, leaves = [sharers[0].prompt for sharers, _ in rest], [leaf for _, leaf in rest]
+        bases = [_base_of(leaf) for leaf in leaves]
+        suffix = Suffixes.of([_after(b, leaf) for b, leaf in zip(bases, leaves, strict=True)])
         # A prompt that is cached to its end is read again from its last token on.
-        rests = [r or s.prompt[-1:] for r, (s, _) in zip(rests, alone, strict=True)]
-        depths = [len(s.prompt) - len(r) for r, (s, _) in zip(rests, alone, strict=True)]
-        suffix.lengths = [d - leaf.end for d, leaf in zip(depths, leaves, strict=True)]
-        lengths = [len(rest) for rest in rests]
+        depths = [min(leaf.end, len(p) - 1) for p, leaf in zip(prompts, leaves, strict=True)]
+        new = [p[depth:] for p, depth in zip(prompts, depths, strict=True)]
+        suffix.lengths = [d - base.end for d, base in zip(depths, bases, strict=True)]
+        lengths = [len(ids) for ids in new]
         width = max(lengths)
-        tokens = torch.tensor([[*r, *[0] * (width - len(r))] for r in rests], device=device)
+        tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in new], device=device)
         positions = torch.tensor([[*range(d, d + width)] for d in depths], device=device)
         ends = sorted({length - 1 for length in lengths})
-        context = DecodingTree(suffix, leaves, lengths)
+        context = DecodingTree(suffix, bases, lengths)
         logits = self._forward(tokens, positions, context, torch.tensor(ends, device=device))
         suffix.grew(lengths)
-        last = torch.tensor([ends.index(length - 1) for length in lengths], device=device)
-        rows = torch.arange(len(alone), device=device)
-        return self._join([s for s, _ in alone], leaves, logits[rows, last], suffix)
+        ended: list[Sequence] = []
+        for row, (sharers, leaf) in enumerate(rest):
+            last = logits[row, ends.index(lengths[row] - 1)]
+            ended += self._join(sharers, leaf, last, suffix, row)
+        return ended
 
     def _join(
         self,
-        sequences: list[Sequence],
-        leaves: list[CachedNode],
+        sharers: list[Sequence],
+        leaf: CachedNode,
         logits: Any,
         suffix: Suffixes | None = None,
+        row: int = 0,
     ) -> list[Sequence]:
-        """Draw first tokens from logits (sequences, vocabulary) or (vocabulary,); those that go on
-        take their places."""
-        if logits.dim() == 1:
-            logits = logits.expand(len(sequences), -1)
-        self.drawer.draw(sequences, logits)
-        alive = [i for i, s in enumerate(sequences) if not s.finish_reason]
-        self.sequences += [sequences[i] for i in alive]
-        self.leaves += [leaves[i] for i in alive]
-        if suffix is None:
-            self.own.append(len(alive))
-        else:
-            self.own.extend(suffix, alive)
-        return [s for s in sequences if s.finish_reason]
+        """Draw first tokens from logits (vocabulary,); those that go on take their places, each
+        with this row of `suffix`, or what is cached after its base."""
+        self.drawer.draw(sharers, logits.expand(len(sharers), -1))
+        alive = [s for s in sharers if not s.finish_reason]
+        base = _base_of(leaf)
+        self.sequences += alive
+        self.leaves += [leaf] * len(alive)
+        self.bases += [base] * len(alive)
+        self.own.extend(suffix or Suffixes.of([_after(base, leaf)]), [row] * len(alive))
+        return [s for s in sharers if s.finish_reason]
 
     def _forward(self, tokens: Any, positions: Any, context: Any, keep: Any) -> Any:
         """Logits (rows, kept, vocabulary)."""
@@ -182,17 +187,28 @@ class TreeBatch:
         ).logits
 
 
-def _shared(leaf: CachedNode) -> CachedNode:
-    """The last node of the path that is not private."""
-    while leaf.private and leaf.parent is not None:
+def _shared_prefixes(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """What several of these prompts begin with, the shorter ones first."""
+    tree = PrefixTree.of(prompts)
+    parents = {node.parent for node in tree.nodes} - {-1}
+    found = []
+    for index in sorted(parents):
+        sequence = next(s for s, leaf in enumerate(tree.leaves) if index in tree.path(leaf))
+        node = tree.nodes[index]
+        found.append(prompts[sequence][: tree.positions[node.end - 1] + 1])
+    return found
+
+
+def _base_of(leaf: CachedNode) -> CachedNode:
+    """The last node of the path that is worth reading apart; the root where none is."""
+    while leaf.parent is not None and (leaf.private or len(leaf.ids) <= _COPIED):
         leaf = leaf.parent
     return leaf
 
 
-def _private(leaf: CachedNode) -> list[CachedNode]:
-    """The nodes of the path after `_shared(leaf)`."""
-    shared = _shared(leaf)
-    return [node for node in leaf.path() if node.start >= shared.end]
+def _after(base: CachedNode, leaf: CachedNode) -> list[CachedNode]:
+    """The nodes of the path to `leaf` after `base`."""
+    return [node for node in leaf.path() if node.start >= base.end]
 
 
 class PrefillTree:
@@ -207,18 +223,18 @@ class PrefillTree:
         self, layer: int, query: Any, key: Any, value: Any, scale: float, window: int | None
     ) -> Any:
         """`query` (1, heads, tokens, dim), `key` and `value` (1, key heads, tokens, dim)."""
-        kept = _kept_dtype(query)
-        self.keys.append(key[0].to(kept))
-        self.values.append(value[0].to(kept))
-        keys = torch.cat([*(node.keys[layer] for node in self.path), self.keys[-1]], dim=1)
-        values = torch.cat([*(node.values[layer] for node in self.path), self.values[-1]], dim=1)
-        output = causal(query.to(kept), keys.unsqueeze(0), values.unsqueeze(0), scale, window)
-        return output.to(query.dtype)
+        before = [(node.keys[layer], node.values[layer]) for node in self.path]
+        self.keys.append(key[0].to(_score_dtype(query)).contiguous())
+        self.values.append(value[0].contiguous())
+        if before:  # keys came from the model's own dtype, and go back unchanged
+            key = torch.cat([*(k.to(key.dtype) for k, _ in before), key[0]], dim=1).unsqueeze(0)
+            value = torch.cat([*(v for _, v in before), value[0]], dim=1).unsqueeze(0)
+        return causal(query, key, value, scale, window)
 
 
-def _kept_dtype(query: Any) -> torch.dtype:
-    """Keys and values are kept in fp32 or better on a CPU, which multiplies small batches of half
-    precision several times slower."""
+def _score_dtype(query: Any) -> torch.dtype:
+    """The dtype of kept keys: fp32 or better on a CPU, whose matrix products would round scores to
+    half precision."""
     on_cpu = query.device.type == "cpu"
     return torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
 
@@ -250,16 +266,12 @@ class Suffixes:
             ]
         return made
 
-    def row(self, row: int) -> tuple[list[Any], list[Any]]:
-        """Copies of one row's keys and values, per layer (key heads, tokens, dim)."""
-        length = self.lengths[row]
-        keys = [k[row, :, :length].clone() for k in self.keys]
-        return keys, [v[row, :, :length].clone() for v in self.values]
-
-    def append(self, rows: int) -> None:
-        """Add empty rows."""
-        self.lengths += [0] * rows
-        self._reserve(len(self.lengths), 0)
+    def row(self, row: int, first: int) -> tuple[list[Any], list[Any]]:
+        """Copies of one row's keys and values from place `first` on, per layer (key heads, tokens,
+        dim)."""
+        places = slice(first, self.lengths[row])
+        keys = [k[row, :, places].clone() for k in self.keys]
+        return keys, [v[row, :, places].clone() for v in self.values]
 
     def extend(self, other: Suffixes, rows: Many[int]) -> None:
         """Add these rows of another."""
@@ -267,6 +279,9 @@ class Suffixes:
             return
         first = len(self.lengths)
         self.lengths += [other.lengths[row] for row in rows]
+        if not other.keys:
+            self._reserve(len(self.lengths), 0)
+            return
         if not self.keys:
             shape = (len(self.lengths), *other.keys[0].shape[1:])
             self.keys = [k.new_zeros(shape) for k in other.keys]
@@ -332,127 +347,138 @@ def _gather(rows: Many[Many[Any]], places: int, like: Any) -> Any:
 
 
 class DecodingTree:
-    """One forward pass: `new[r]` tokens of row r (padded to the longest) after its suffix.
+    """One forward pass: `new[r]` tokens of row r (padded to the longest) after its base's path and
+    its suffix.
 
-    Rows that stand on the same node read it together.
+    Nodes that all rows stand on share one softmax with the suffixes; nodes of some rows only are
+    merged in by their log-sum-exps.
     """
 
-    def __init__(self, own: Suffixes, leaves: Many[CachedNode], new: Many[int]):
+    def __init__(self, own: Suffixes, bases: Many[CachedNode], new: Many[int]):
         self.own = own
-        self.rows: dict[int, tuple[CachedNode, list[int]]] = {}
-        for row, leaf in enumerate(leaves):
-            for node in leaf.path():
-                self.rows.setdefault(id(node), (node, []))[1].append(row)
-        self.depths = [leaf.end for leaf in leaves]
+        rows: dict[int, tuple[CachedNode, list[int]]] = {}
+        for row, base in enumerate(bases):
+            for node in base.path():
+                rows.setdefault(id(node), (node, []))[1].append(row)
+        self.common = [node for node, those in rows.values() if len(those) == len(bases)]
+        self.partial = [(n, those) for n, those in rows.values() if len(those) < len(bases)]
+        self.depths = [base.end for base in bases]
         self.width = max(new)
         self.most = max(own.lengths) + self.width
-        self._shapes: tuple[Any, Any, Any] | None = None
+        self._masks: _Masks | None = None
 
     def attend(
         self, layer: int, query: Any, key: Any, value: Any, scale: float, window: int | None
     ) -> Any:
         """`query` (rows, heads, tokens, dim), `key` and `value` (rows, key heads, tokens, dim)."""
         rows, heads, tokens, dim = query.shape
-        places, allowed, indices = self._prepared(query)
-        groups, kept = heads // key.shape[1], _kept_dtype(query)
-        keys, values = self.own.write(layer, key.to(kept), value.to(kept), places, self.most)
+        exact = _score_dtype(query)
+        masks = self._masks = self._masks or self._masks_for(query, heads // key.shape[1])
+        keys, values = self.own.write(layer, key.to(exact), value, masks.places, self.most)
         # Query heads that share a key head are folded into the queries.
-        folded = query.to(kept).reshape(rows, key.shape[1], groups * tokens, dim) * scale
-        scores = torch.matmul(folded, keys.transpose(2, 3))  # (rows, key heads, queries, places)
-        if window is not None:
-            seen = torch.arange(self.most, device=places.device)
-            allowed = allowed & (seen > places.unsqueeze(2) - window).unsqueeze(1)
-        scores = scores.masked_fill(~allowed.repeat(1, 1, groups, 1), float("-inf"))
-        merged = _Merged.of(scores, values)
-        for (node, _), index in zip(self.rows.values(), indices, strict=True):
-            part = self._node_part(node, layer, folded, index, groups, tokens, window, places)
-            merged.add(part, index)
-        return merged.output().reshape(rows, heads, tokens, dim).to(query.dtype)
+        folded = query.to(exact).reshape(rows, key.shape[1], -1, dim) * scale
+        scores = torch.matmul(folded, keys.transpose(2, 3)) + masks.of_suffix(window)
+        nodes = [(node.keys[layer], node.values[layer]) for node in self.common]
+        if nodes:
+            flat = _by_head(folded)
+            shared = [_by_row(torch.matmul(flat, k.transpose(1, 2)), rows) for k, _ in nodes]
+            seen = [_add(s, masks.of(n, window)) for s, n in zip(shared, self.common, strict=True)]
+            scores = torch.cat([*seen, scores], -1)  # (rows, key heads, queries, keys)
+        scores = _exact(scores)
+        widths = [*map(len, self.common), self.most]
+        *weights, last = scores.softmax(-1).to(value.dtype).split(widths, -1)
+        output = _exact(torch.matmul(last, values))  # (rows, key heads, queries, dim)
+        for weight, (_, v) in zip(weights, nodes, strict=True):
+            output = output + _by_row(torch.matmul(_by_head(weight), v), rows)
+        if self.partial:
+            self._add_partial(layer, folded, output, scores, window, masks)
+        return output.reshape(rows, heads, tokens, dim).to(query.dtype)
 
-    def _prepared(self, query: Any) -> tuple[Any, Any, Any]:
-        """Where new tokens go (rows, tokens), what each may see of its suffix (rows, 1, tokens,
-        places), and the rows of each node; the same for every layer."""
-        if self._shapes is None:
-            device = query.device
-            start = torch.tensor(self.own.lengths, device=device).unsqueeze(1)
-            places = start + torch.arange(self.width, device=device)
-            seen = torch.arange(self.most, device=device)
-            allowed = (seen <= places.unsqueeze(2)).unsqueeze(1)
-            everyone = len(self.own.lengths)
-            indices = [
-                None if len(rows) == everyone else torch.tensor(rows, device=device)
-                for _, rows in self.rows.values()
-            ]
-            self._shapes = (places, allowed, indices)
-        return self._shapes
+    def _add_partial(
+        self, layer: int, folded: Any, output: Any, scores: Any, window: int | None, masks: _Masks
+    ) -> None:
+        """Put into `output` what the rows of partial nodes see in these."""
+        total = scores.logsumexp(-1, keepdim=True)
+        for (node, rows), index in zip(self.partial, masks.indices, strict=True):
+            score = torch.matmul(_by_head(folded[index]), node.keys[layer].transpose(1, 2))
+            mask = masks.of(node, window, index)
+            score = _exact(_add(score, None if mask is None else _by_head(mask)))
+            values = node.values[layer]
+            part = _exact(torch.matmul(score.softmax(-1).to(values.dtype), values))
+            # A row that sees nothing of the node (a sliding window) has a weight of 0.
+            part = _by_row(part.nan_to_num(), len(rows))
+            new, old = _by_row(score.logsumexp(-1, keepdim=True), len(rows)), total[index]
+            output[index] = torch.lerp(output[index], part, torch.sigmoid(new - old))
+            total[index] = torch.logaddexp(old, new)
 
-    def _node_part(
-        self,
-        node: CachedNode,
-        layer: int,
-        folded: Any,
-        index: Any,
-        groups: int,
-        tokens: int,
-        window: int | None,
-        places: Any,
-    ) -> tuple[Any, Any, Any]:
-        """Output, maximum and sum of exponentials of the node's rows over its keys."""
-        query = folded if index is None else folded[index]  # (sharers, key heads, queries, dim)
-        sharers, key_heads, queries, dim = query.shape
-        flat = query.transpose(0, 1).reshape(key_heads, sharers * queries, dim)
-        scores = torch.matmul(flat, node.keys[layer].transpose(1, 2))  # (key heads, ·, node tokens)
-        if window is not None:
-            depth = torch.tensor(self.depths, device=places.device).unsqueeze(1)
-            at = depth + places if index is None else (depth + places)[index]
-            seen = torch.arange(node.start, node.end, device=places.device)
-            near = (seen > at.unsqueeze(2) - window).repeat(1, groups, 1)  # (sharers, queries, ·)
-            near = near.reshape(1, sharers * queries, -1)
-            scores = scores.masked_fill(~near, float("-inf"))
-        output, top, total = _softmax_parts(scores, node.values[layer])
-
-        def back(tensor: Any) -> Any:
-            return tensor.reshape(key_heads, sharers, queries, -1).transpose(0, 1)
-
-        return back(output), back(top), back(total)
+    def _masks_for(self, query: Any, groups: int) -> _Masks:
+        device = query.device
+        start = torch.tensor(self.own.lengths, device=device).unsqueeze(1)
+        places = start + torch.arange(self.width, device=device)
+        depths = torch.tensor(self.depths, device=device).unsqueeze(1)
+        indices = [torch.tensor(rows, device=device) for _, rows in self.partial]
+        return _Masks(places, depths + places, groups, self.most, indices)
 
 
-def _softmax_parts(scores: Any, values: Any) -> tuple[Any, Any, Any]:
-    """Unnormalised output, maximum (…, 1) and sum of exponentials (…, 1)."""
-    scores = scores.float()
-    # A row that may see nothing here has a maximum of -inf: shift by 0, so that its sum is 0.
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top.clamp(min=torch.finfo(scores.dtype).min)).exp()
-    output = torch.matmul(weights.to(values.dtype), values).float()
-    return output, top, weights.sum(-1, keepdim=True)
+@define(eq=False)
+class _Masks:
+    """What queries may see, alike in all layers: 0 or -inf, added to the scores.
+
+    `places` (rows, tokens) in the suffixes and `positions` (rows, tokens) of the new tokens;
+    `groups` query heads share a key head; `indices` are the rows of each partial node.
+    """
+
+    places: Any
+    positions: Any
+    groups: int
+    most: int
+    indices: list[Any]
+    _made: dict[Any, Any] = Factory(dict)
+
+    def of_suffix(self, window: int | None) -> Any:
+        """(rows, 1, queries, places)"""
+        if window not in self._made:
+            at = self.places.unsqueeze(2)  # (rows, tokens, 1)
+            seen = torch.arange(self.most, device=at.device)
+            allowed = seen <= at
+            self._made[window] = self._added(
+                allowed if window is None else allowed & (seen > at - window)
+            )
+        return self._made[window]
+
+    def of(self, node: CachedNode, window: int | None, index: Any = None) -> Any:
+        """(rows, 1, queries, node tokens), of the rows of `index`; None where all is seen."""
+        key = (id(node), window)
+        if key not in self._made:
+            at = self.positions if index is None else self.positions[index]
+            if window is None or int(at.max()) - window < node.start:
+                self._made[key] = None
+            else:
+                seen = torch.arange(node.start, node.end, device=at.device)
+                self._made[key] = self._added(seen > at.unsqueeze(2) - window)
+        return self._made[key]
+
+    def _added(self, allowed: Any) -> Any:
+        mask = torch.zeros(allowed.shape, device=allowed.device).masked_fill_(
+            ~allowed, float("-inf")
+        )
+        return mask.repeat(1, self.groups, 1).unsqueeze(1)
 
 
-@define
-class _Merged:
-    """A softmax over several sets of keys, one after the other."""
-
-    out: Any
-    top: Any
-    total: Any
-
-    @classmethod
-    def of(cls, scores: Any, values: Any) -> _Merged:
-        return cls(*_softmax_parts(scores, values))
-
-    def add(self, part: tuple[Any, Any, Any], index: Any) -> None:
-        """Take in another set, for all rows or those of `index`."""
-        if index is None:
-            self.out, self.top, self.total = _merge((self.out, self.top, self.total), part)
-            return
-        mine = (self.out[index], self.top[index], self.total[index])
-        for whole, piece in zip((self.out, self.top, self.total), _merge(mine, part), strict=True):
-            whole.index_copy_(0, index, piece)
-
-    def output(self) -> Any:
-        return self.out / self.total
+def _exact(tensor: Any) -> Any:
+    """In fp32 or better."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _merge(a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    top = torch.maximum(a[1], b[1])
-    left, right = (a[1] - top).exp(), (b[1] - top).exp()
-    return a[0] * left + b[0] * right, top, a[2] * left + b[2] * right
+def _add(scores: Any, mask: Any) -> Any:
+    return scores if mask is None else scores + mask
+
+
+def _by_head(tensor: Any) -> Any:
+    """(key heads, rows x queries, dim) of (rows, key heads, queries, dim)."""
+    return tensor.transpose(0, 1).reshape(tensor.shape[1], -1, tensor.shape[-1])
+
+
+def _by_row(tensor: Any, rows: int) -> Any:
+    """The reverse of `_by_head`."""
+    return tensor.reshape(tensor.shape[0], rows, -1, tensor.shape[-1]).transpose(0, 1)
