@@ -10,6 +10,7 @@ on from there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -26,8 +27,10 @@ from .tree_attention import causal, dummy_mask
 #: nodes are copied into the suffixes of those that stand on them: a node that is read apart costs
 #: operations of its own in every layer.
 _COPIED = 96
-#: A new part that is longer than this becomes a node anyway: long suffixes pad all the others.
+#: A new part that is longer than this is prefilled by itself: its attention keeps no scores.
 _LONG = 256
+#: Suffixes are padded to the longest: to at most this many places, or twice what they hold.
+_PADDED = 16_384
 #: Suffix places are made in steps of this many tokens, and rows with some to spare.
 _STEP = 64
 _SPARE_ROWS = 8
@@ -57,16 +60,30 @@ class TreeBatch:
                 self._prompt_node(prefix, leaf)
         ended: list[Sequence] = []
         rest: list[tuple[list[Sequence], CachedNode]] = []
+        alone = self._too_long(prompts)
         for prompt, sharers in prompts.items():
             leaf = self.cache.match(prompt)
             new = len(prompt) - leaf.end
-            if new > _LONG or (new > _COPIED and len(sharers) > 1):
-                leaf = self._prompt_node(prompt, leaf)
+            shared = len(sharers) > 1 or leaf is self.cache.root or prompt in alone
+            if new > (_COPIED if shared else _LONG):
+                leaf = self._prompt_node(prompt, leaf, private=not shared)
             if leaf.end == len(prompt) and leaf.logits is not None:
                 ended += self._join(sharers, leaf, leaf.logits)
             else:
                 rest.append((sharers, leaf))
         return ended + self._add_rest(rest)
+
+    def _too_long(self, prompts: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+        """Prompts whose new part would pad all other suffixes too much: nodes of their own."""
+        new = {p: len(p) - _base_of(self.cache.match(p)).end for p in prompts}
+        lengths = sorted(new.values())
+        total, most = sum(lengths) + sum(self.own.lengths), max(self.own.lengths, default=0)
+        count = len(lengths) + len(self.own.lengths)
+        while lengths and lengths[-1] > most and count * lengths[-1] > max(2 * total, _PADDED):
+            total -= lengths.pop()
+            count -= 1
+        longest = lengths[-1] if lengths else most
+        return {prompt for prompt, length in new.items() if length > longest}
 
     def step(self) -> list[Sequence]:
         """See `Batch.step`."""
@@ -113,9 +130,12 @@ class TreeBatch:
             node = CachedNode(ids[leaf.end :], keys, values, leaf, leaf.end, private=True)
             self.cache.insert(node)
 
-    def _prompt_node(self, prompt: tuple[int, ...], leaf: CachedNode) -> CachedNode:
+    def _prompt_node(
+        self, prompt: tuple[int, ...], leaf: CachedNode, private: bool = False
+    ) -> CachedNode:
         """A node after `leaf`, at whose end `prompt` ends, with its last token's logits."""
         node = self._prefill(prompt[leaf.end :], leaf)
+        node.private = private
         self.cache.insert(node)
         return node
 
