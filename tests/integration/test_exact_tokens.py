@@ -73,9 +73,12 @@ def test_recorded_log_probabilities_are_those_of_a_fresh_forward(
 
 
 def test_runs_take_three_turns_that_continue_their_row(traces: tuple[Brain, list[Trace]]) -> None:
-    """Of an agent that only appends to its history. smolagents' last call after max_steps does
-    not: it has another system prompt, and is left out."""
-    brain, runs = traces
+    """Of an agent that only appends to its history: greedy, so that the share is the same in every
+    run. smolagents' last call after max_steps has another system prompt, and is left out."""
+    brain, _ = traces
+    items = ("mugs", "chairs", "red lamps", "books", "umbrellas", "wooden spoons", "pens", "hats")
+    tasks = [Task(item, f"What do 3 {item} cost?") for item in items]
+    runs = [group.rollouts[0].trace for group in brain.rollout(tasks, purpose="train")]
     acting = [turn for trace in runs for turn in trace.turns[:3]]
     later = [turn for turn in acting if turn.row_break != "first"]
     assert max(len(trace.turns) for trace in runs) >= 3

@@ -69,8 +69,10 @@ class TreeBatch:
                 leaf = self._prompt_node(prompt, leaf, private=not shared)
             if leaf.end == len(prompt) and leaf.logits is not None:
                 ended += self._join(sharers, leaf, leaf.logits)
-            else:
-                rest.append((sharers, leaf))
+                continue
+            if leaf.end == len(prompt):  # cached as a part of something longer
+                self.cache.match(prompt[:-1])  # cut: the last token will be read again
+            rest.append((sharers, leaf))
         return ended + self._add_rest(rest)
 
     def _too_long(self, prompts: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
