@@ -79,6 +79,8 @@ class Brain:
         ref = self.adapter.model(self._prototype, trainable_model)
         policy_class = self.plugins.registries["policies"].get(ref.kind)
         self._algorithm, rest = self._split(algorithm, policy_class, options)
+        if isinstance(rest.get("sampler"), str):
+            rest["sampler"] = self.plugins.registries["samplers"].get(rest["sampler"])()
         seeded = {"seed": seed, **rest} if "seed" in option_names(policy_class) else rest
         self.policy = cast(Policy, policy_class(ref, **seeded))
         self._observe = observe

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attrs import Factory, field, frozen
 
+from .errors import SamplerFailure
 from .sessions import Transcript
 from .traces import (
     Demonstration,
@@ -179,9 +181,58 @@ class Row:
     turn: tuple[int, ...]
 
 
+@frozen
+class Sampled:
+    """What a sampler drew after a prompt.
+
+    `ids` end with the token that ended them: an end-of-sequence token, or the one that completes
+    a stop string. `logprobs[i]`: natural log of the probability of `ids[i]` after temperature (at
+    temperature 1 for greedy decoding), before top-p, top-k, min-p and repetition penalty.
+    `finish_reason`: "eos", "stop", "length" (`max_new_tokens`) or "context" (it is full).
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weights_version: int = 0
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Turns prompt ids into sampled ids for one policy, which calls it in this order: `check` once,
+    then `update_weights`, `start`, `generate` from many threads, `stop`, as often as it serves.
+
+    `failure` is why it broke down since it was started: the policy raises it where serving ends,
+    since everything that was asked afterwards is lost. None while it works, also where single
+    requests failed.
+    """
+
+    failure: SamplerFailure | None
+
+    def check(self, policy: Any) -> None:
+        """Errors: `NotServed` for a policy that this sampler cannot sample from."""
+
+    def update_weights(self, policy: Any) -> None:
+        """Take over the policy's present weights, where `policy.weights_version` is not the one
+        that is served. Errors: `SamplerFailure`, `ConfigurationError`."""
+
+    def start(self) -> None: ...
+
+    def generate(self, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> Future[Sampled]:
+        """Ask for one completion. Cancelling the future frees its place.
+
+        Errors: `SamplerFailure`, here or as the future's exception.
+        """
+
+    def stop(self) -> None:
+        """End serving: what is in flight fails with `SamplerFailure`."""
+
+
 @runtime_checkable
 class Policy(Protocol):
-    """The model being trained: weights, tokenizer, adapters."""
+    """The model being trained: weights, tokenizer, adapters.
+
+    `weights_version` is another number whenever the weights may be others."""
 
     weights_version: int
 
@@ -195,7 +246,10 @@ class Policy(Protocol):
         tokenised whole, as the agent does by itself; for `"train"` sampled ids are kept."""
 
     def serving(self) -> AbstractContextManager[Any]:
-        """Sessions may chat only inside. Leaving drops cached keys and values."""
+        """Sessions may chat only inside. Leaving drops cached keys and values.
+
+        Errors: `SamplerFailure` on entering, or on leaving where the sampler broke down inside.
+        """
 
     def rows(self, trace: Trace) -> Sequence[Row]:
         """Training rows: every sampled token is trained in exactly one of them."""

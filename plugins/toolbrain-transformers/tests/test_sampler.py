@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from toolbrain_transformers.drawing import Drawer, Sampled
-from toolbrain_transformers.lean_layers import lean_layers
-from toolbrain_transformers.sampler import InProcessSampler
-from toolbrain_transformers.tree_attention import tree_attending
-from toolbrain_transformers.tree_batch import TreeBatch
+from toolbrain_transformers.policy import TransformersPolicy
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -26,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from toolbrain_core.roles import ModelRef, Sampled
 from toolbrain_core.traces import Sampling
 
 SIZES: dict[str, Any] = {
@@ -59,24 +56,19 @@ def model(request: Any) -> Any:
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=40)).eval()
 
 
-@contextmanager
-def sampling(model: Any, **options: Any) -> Iterator[InProcessSampler]:
-    """A sampler that knows no end of sequence. `options` are the batch's."""
+@pytest.fixture
+def sampling(model: Any, tokenizer: Any) -> Callable[..., Any]:
+    """A sampler that knows no end of sequence, while it serves. `options` are the policy's."""
 
     @contextmanager
-    def context() -> Iterator[None]:
-        with lean_layers(model, fixed=True), tree_attending(model):
-            yield
+    def served(**options: Any) -> Iterator[Any]:
+        ref = ModelRef(kind="transformers", model=model, processor=tokenizer, name="tiny")
+        policy = TransformersPolicy(ref, lora=None, tree="require", **options)
+        policy.eos_ids = frozenset()
+        with policy.serving():
+            yield policy.sampler
 
-    drawer = Drawer(frozenset(), lambda ids: "")
-    sampler = InProcessSampler(
-        lambda: TreeBatch(model, drawer, **options), context_length=1024, context=context
-    )
-    sampler.start()
-    try:
-        yield sampler
-    finally:
-        sampler.stop()
+    return served
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -127,9 +119,11 @@ def agree(model: Any, prompt: tuple[int, ...], sampled: tuple[int, ...]) -> bool
     return float(best[0] - best[1]) < 1e-4
 
 
-def test_greedy_ids_of_fifty_prompts_at_once_are_those_of_generate(model: Any) -> None:
+def test_greedy_ids_of_fifty_prompts_at_once_are_those_of_generate(
+    model: Any, sampling: Any
+) -> None:
     wanted = Sampling(temperature=0.0, max_new_tokens=NEW)
-    with sampling(model) as sampler:
+    with sampling() as sampler:
         asked = [sampler.generate(prompt, wanted, seed=0) for prompt in prompts()]
         answers = [future.result(timeout=120) for future in asked]
     assert len(answers) == 50
@@ -140,7 +134,9 @@ def test_greedy_ids_of_fifty_prompts_at_once_are_those_of_generate(model: Any) -
 
 
 @pytest.mark.parametrize("max_cache_bytes", [1 << 30, 0])
-def test_log_probabilities_of_conversations_that_branch(model: Any, max_cache_bytes: int) -> None:
+def test_log_probabilities_of_conversations_that_branch(
+    model: Any, sampling: Any, max_cache_bytes: int
+) -> None:
     """Six attempts at each of two tasks, four turns, with what tools said in between."""
     draw = random.Random(1)
     said = [tuple(draw.randrange(96) for _ in range(n)) for n in (7, 120, 30)]
@@ -149,7 +145,7 @@ def test_log_probabilities_of_conversations_that_branch(model: Any, max_cache_by
     histories = [(task, seed) for task in tasks for seed in range(6)]
     wanted = Sampling(temperature=1.0, max_new_tokens=NEW)
     compared = 0
-    with sampling(model, max_cache_bytes=max_cache_bytes) as sampler:
+    with sampling(max_cache_bytes=max_cache_bytes) as sampler:
         for turn in range(4):
             asked: list[Future[Sampled]] = [
                 sampler.generate(prompt, wanted, seed=seed + 10 * turn)
@@ -167,7 +163,7 @@ def test_log_probabilities_of_conversations_that_branch(model: Any, max_cache_by
     assert compared == 12 * 4 * NEW
 
 
-def test_a_next_turn_goes_on_where_the_last_one_stopped(model: Any) -> None:
+def test_a_next_turn_goes_on_where_the_last_one_stopped(model: Any, sampling: Any) -> None:
     """Only what is new is read: counted at the model."""
     read: list[int] = []
     handle = model.get_input_embeddings().register_forward_hook(
@@ -175,7 +171,7 @@ def test_a_next_turn_goes_on_where_the_last_one_stopped(model: Any) -> None:
     )
     prompt = tuple(range(90)) * 2
     try:
-        with sampling(model) as sampler:
+        with sampling() as sampler:
             for turn in range(4):
                 read.clear()
                 wanted = Sampling(temperature=0.0, max_new_tokens=NEW)

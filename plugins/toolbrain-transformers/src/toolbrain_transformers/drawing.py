@@ -20,21 +20,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from toolbrain_core.roles import Sampled
 from toolbrain_core.traces import Sampling
 
 #: Probabilities that are summed at once.
 _CHUNK = 256
-
-
-@frozen
-class Sampled:
-    """`logprobs[i]`: natural log of the probability of `ids[i]` after temperature (at temperature
-    1 for greedy decoding), before top-p, top-k and min-p."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    weights_version: int = 0
 
 
 @define(eq=False)

@@ -18,6 +18,11 @@ def toolbrain_register_policies(registry: Registry) -> None:
 
 
 @hookimpl
+def toolbrain_register_samplers(registry: Registry) -> None:
+    registry.add("in-process", "toolbrain_transformers.sampler:InProcessSampler")
+
+
+@hookimpl
 def toolbrain_register_commands(cli: click.Group) -> None:
     from .commands import model
 

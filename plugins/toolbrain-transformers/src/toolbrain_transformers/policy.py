@@ -18,7 +18,7 @@ import torch
 from attrs import asdict, frozen
 
 from toolbrain_core.errors import ConfigurationError, ContextOverflow, DataError, NotServed
-from toolbrain_core.roles import AttemptKey, ChatRequest, ModelRef, Row
+from toolbrain_core.roles import AttemptKey, ChatRequest, ModelRef, Row, Sampler
 from toolbrain_core.traces import Sampling, Trace, Turn
 
 from .drawing import Batch, Drawer
@@ -60,8 +60,11 @@ class TransformersPolicy:
     `max_context` in tokens, by default the model's own. `max_batch` sequences are sampled at once;
     `max_cache_bytes` bounds the keys and values kept between turns. `tree="auto"` computes shared
     prefixes once where the model's attention can serve it and says so once where it cannot,
-    "require" makes that an error, "off" pads. `seed` draws the adapter's first weights.
-    Errors: `NotServed` (no chat template, generation options that the sampler lacks).
+    "require" makes that an error, "off" pads. `sampler` is in-process where none is given; another
+    one leaves `max_batch`, `max_cache_bytes` and `tree` to training. `seed` draws the adapter's
+    first weights.
+    Errors: `NotServed` (no chat template, generation options that the sampler lacks, a policy that
+    it cannot serve).
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class TransformersPolicy:
         max_batch: int = 64,
         max_cache_bytes: int = 1 << 30,
         tree: Literal["auto", "require", "off"] = "auto",
+        sampler: Sampler | None = None,
         seed: int = 0,
     ):
         self.ref = ref
@@ -92,15 +96,12 @@ class TransformersPolicy:
         self.model = self._with_adapter(base, adapter, seed)
         self.model.eval()
         self.tree = self._tree(tree)
+        self.max_batch = max_batch
         self.max_cache_bytes = max_cache_bytes
-        self.sampler = InProcessSampler(
-            self._batch,
-            context_length=self.context_length,
-            context=self._serving_context,
-            max_batch=max_batch,
-            weights_version=lambda: self.weights_version,
-        )
+        self.sampler: Sampler = sampler or InProcessSampler()
+        self.sampler.check(self)
         self._serving = 0
+        self._training = False
 
     # Serving ---------------------------------------------------------------------------------
 
@@ -118,6 +119,8 @@ class TransformersPolicy:
         """Sessions may chat inside. The model belongs to the sampler until the block ends."""
         if not self._serving:
             self.model.eval()
+            self.weights_version += self._training  # its trainer may have changed them
+            self.sampler.update_weights(self)
             self.sampler.start()
         self._serving += 1
         try:
@@ -126,6 +129,8 @@ class TransformersPolicy:
             self._serving -= 1
             if not self._serving:
                 self.sampler.stop()
+        if not self._serving and self.sampler.failure:
+            raise self.sampler.failure
 
     def own_sampling(self) -> Sampling:
         """The agent's own sampling: its generation options over the model's defaults."""
@@ -172,14 +177,16 @@ class TransformersPolicy:
             problems.append("the model's log-probabilities are not finite: are its weights intact?")
         return problems
 
-    def _batch(self) -> Batch:
+    def new_batch(self) -> Batch:
+        """What the in-process sampler decodes in, until serving ends."""
         drawer = Drawer(self.eos_ids, self.visible_text)
         if self.tree:
             return TreeBatch(self.ref.model, drawer, self.max_cache_bytes)
         return PaddedBatch(self.ref.model, drawer)
 
     @contextmanager
-    def _serving_context(self) -> Iterator[None]:
+    def sampling_context(self) -> Iterator[None]:
+        """Holds while the in-process sampler serves, on its thread."""
         base = self.ref.model
         with (
             self.autocast(),
@@ -233,6 +240,7 @@ class TransformersPolicy:
         before = (text_config.pad_token_id, base.generation_config.pad_token_id)
         pad_token, side = self.tokenizer.pad_token, self.tokenizer.padding_side
         attributes = set(base.__dict__)
+        self._training = True
         try:
             with (
                 lean_layers(base, fixed=False),
@@ -247,6 +255,7 @@ class TransformersPolicy:
             self.tokenizer.pad_token, self.tokenizer.padding_side = pad_token, side
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
+            self._training = False
             self.weights_version += 1
 
     def forward_of(self, rows: Sequence[Row]) -> Forward:
@@ -322,6 +331,7 @@ class TransformersPolicy:
             "device": str(self.ref.model.device),
             "context_length": self.context_length,
             "lora": asdict(self.lora) if self.is_adapted and self.lora else None,
+            "sampler": type(self.sampler).__name__,
             "trainable_parameters": sum(
                 p.numel() for p in self.model.parameters() if p.requires_grad
             ),

@@ -10,19 +10,22 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolbrain_core.errors import SamplerFailure
+from toolbrain_core.roles import Sampled
 from toolbrain_core.traces import Sampling
 
 from . import drawing
-from .drawing import Batch, Sampled
+from .drawing import Batch
 from .openmp import release_workers
+
+if TYPE_CHECKING:
+    from .policy import TransformersPolicy
 
 log = logging.getLogger(__name__)
 
@@ -32,33 +35,30 @@ _GATHER = 0.003
 
 
 class InProcessSampler:
-    """Samples on a thread of its own.
+    """Samples on a thread of its own, with the policy's own weights.
 
-    `make_batch()` is called on that thread when serving begins, inside `context()`, which holds for
-    as long as it serves (autocast, attention). `context_length` is the longest sequence in tokens;
-    `max_batch` sequences decode at once.
+    The policy's `new_batch()` is called on that thread when serving begins, inside its
+    `sampling_context()`, which holds for as long as it serves (autocast, attention);
+    `policy.max_batch` sequences decode at once.
     """
 
-    def __init__(
-        self,
-        make_batch: Callable[[], Batch],
-        *,
-        context_length: int,
-        context: Callable[[], AbstractContextManager[Any]],
-        max_batch: int = 64,
-        weights_version: Callable[[], int] = lambda: 0,
-    ):
-        self.make_batch = make_batch
-        self.context_length = context_length
-        self.context = context
-        self.max_batch = max_batch
-        self.weights_version = weights_version
+    def __init__(self) -> None:
+        self.failure: SamplerFailure | None = None
+        self._policy: Any = None
         self._requests: queue.Queue[drawing.Sequence | None] = queue.Queue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def check(self, policy: TransformersPolicy) -> None:
+        """Every policy can be served."""
+
+    def update_weights(self, policy: TransformersPolicy) -> None:
+        """Nothing has to move: the weights are the policy's."""
+        self._policy = policy
+
     def start(self) -> None:
         """Begin to serve. The model must be left alone until `stop()` returns."""
+        self.failure = None
         self._requests, self._stopping = queue.Queue(), threading.Event()
         release_workers()
         self._thread = threading.Thread(target=self._serve, name="toolbrain-sampler", daemon=True)
@@ -80,7 +80,7 @@ class InProcessSampler:
         if self._thread is None or not self._thread.is_alive():
             raise SamplerFailure("the sampler is not serving: chat inside `with policy.serving():`")
         future: Future[Sampled] = Future()
-        room = self.context_length - len(prompt_ids)
+        room = self._policy.context_length - len(prompt_ids)
         self._requests.put(
             drawing.Sequence(tuple(prompt_ids), sampling, room, random.Random(seed), future)
         )
@@ -90,14 +90,15 @@ class InProcessSampler:
         batch: Batch | None = None
         requests, stopping = self._requests, self._stopping
         try:
-            with torch.no_grad(), self.context():
-                batch = self.make_batch()
+            with torch.no_grad(), self._policy.sampling_context():
+                batch = self._policy.new_batch()
                 while self._admit(batch, requests) and not stopping.is_set():
                     if batch.sequences:
                         self._answer(batch.step())
         except BaseException as error:  # the thread's boundary: whoever waits must hear of it
             log.exception("the sampler stopped")
-            _fail_all(batch, requests, f"the sampler failed: {type(error).__name__}: {error}")
+            self.failure = SamplerFailure(f"the sampler failed: {type(error).__name__}: {error}")
+            _fail_all(batch, requests, str(self.failure))
         else:
             _fail_all(batch, requests, "the sampler was stopped")
         finally:
@@ -108,7 +109,7 @@ class InProcessSampler:
         """Take waiting requests in; waits while there is nothing to do. False: stop serving."""
         batch.drop_cancelled()
         arrived: list[drawing.Sequence] = []
-        while len(batch.sequences) + len(arrived) < self.max_batch:
+        while len(batch.sequences) + len(arrived) < self._policy.max_batch:
             wait = 0.0 if batch.sequences else (_GATHER if arrived else None)
             try:
                 item = requests.get(block=wait != 0.0, timeout=wait)
@@ -130,7 +131,7 @@ class InProcessSampler:
         return True
 
     def _answer(self, ended: list[drawing.Sequence]) -> None:
-        version = self.weights_version()
+        version = self._policy.weights_version
         for sequence in ended:
             result = Sampled(
                 tuple(sequence.ids), tuple(sequence.logprobs), sequence.finish_reason, version

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, evolve, field, frozen
 
 from toolbrain_core.errors import AttemptClosed, ContextOverflow, ToolBrainError
-from toolbrain_core.roles import AttemptKey, ChatReply, ChatRequest
+from toolbrain_core.roles import AttemptKey, ChatReply, ChatRequest, Sampled
 from toolbrain_core.sessions import Transcript
 from toolbrain_core.traces import Failure, FailureKind, Sampling, Turn, Usage, jsonable
-
-from .drawing import Sampled
 
 if TYPE_CHECKING:
     from .policy import TransformersPolicy

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from toolbrain_core.errors import TrainingError
+from toolbrain_core.errors import SamplerFailure, TrainingError
 from toolbrain_core.runs import Run
 
 from .policy import TransformersPolicy
@@ -70,18 +70,20 @@ def run_trainer(trainer: Any, run: Run, policy: TransformersPolicy) -> None:
 
     A checkpoint is written at the end, also of a run that was interrupted between two steps
     (`KeyboardInterrupt` goes on upwards) or that cannot go on, if its weights are finite.
-    Errors: `TrainingError` that names the last good checkpoint.
+    Errors: `TrainingError`, `SamplerFailure` that name the last good checkpoint.
     """
     trainer.remove_callback(PrinterCallback)
     resume = str(run.resume_from) if run.resume_from else None
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except TrainingError as error:
+    except (TrainingError, SamplerFailure) as error:
         if all(bool(p.isfinite().all()) for p in trainer.model.parameters()):
             save_checkpoint(trainer, run)
         latest = run.directory.latest_checkpoint()
         kept = f"The last good checkpoint is {latest[0]}." if latest else "There is no checkpoint."
-        raise TrainingError(f"{error} {kept}") from error
+        if isinstance(error, SamplerFailure):
+            kept += " Train again with resume=True, once the sampler works."
+        raise type(error)(f"{error} {kept}") from error
     except KeyboardInterrupt:
         if run.stop.is_set():  # asked for, so between two steps: the weights are whole
             save_checkpoint(trainer, run)
