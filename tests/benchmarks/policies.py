@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import warnings
 from contextlib import ExitStack
@@ -9,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from toolbrain_grpo.algorithm import Grpo
 from toolbrain_grpo.trainer import RolloutTrainer, reference_of
 from toolbrain_transformers.embedded import embedded_model_path
 from toolbrain_transformers.policy import Lora, TransformersPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from toolbrain_core import Task
 from toolbrain_core.roles import ModelRef
 from toolbrain_core.runs import Run, RunDirectory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LORA = Lora(r=16, alpha=32)
+LORA = Lora(r=16, alpha=32, target_modules="all-linear")
 
 
 def load_base(dtype: str = "fp32") -> tuple[Any, Any]:
     """The embedded model, computing in `dtype` throughout, and its tokenizer."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
     return model, AutoTokenizer.from_pretrained(path)
@@ -62,6 +63,7 @@ def shake(model: Any) -> None:
 
 
 _OPEN = ExitStack()  # a side trains until its process ends
+atexit.register(_OPEN.close)
 
 
 def grpo_trainer(policy: TransformersPolicy, settings: Grpo, directory: Path) -> RolloutTrainer:
@@ -81,8 +83,9 @@ def grpo_trainer(policy: TransformersPolicy, settings: Grpo, directory: Path) ->
 
 def backward_of(trainer: RolloutTrainer, pieces: list[dict[str, Any]]) -> float:
     """The loss of prepared pieces, with its gradients: what `training_step` does with them."""
-    trainer.model.train()
-    return sum(float(trainer._backward(trainer.model, piece)) for piece in pieces)
+    model: Any = trainer.model
+    model.train()
+    return sum(float(trainer._backward(model, piece)) for piece in pieces)
 
 
 __all__ = ["DTYPES", "LORA", "backward_of", "grpo_trainer", "load_base", "load_policy", "shake"]

@@ -171,10 +171,10 @@ def trl(options: argparse.Namespace) -> Measure:
         r=LORA.r,
         lora_alpha=int(LORA.alpha),
         lora_dropout=0.0,
-        target_modules=LORA.target_modules,
+        target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    trainer = GRPOTrainer(
+    trainer: Any = GRPOTrainer(
         model=base,
         reward_funcs=lambda **_: [],
         args=arguments,
