@@ -119,10 +119,7 @@ def test_the_template_becomes_a_working_plugin_by_its_own_instructions(venv, tmp
 
 
 def test_a_tiny_model_learns_through_the_installed_wheels(venv, tmp_path):
-    named = ("model", "path", "smollm2-135m-instruct")
-    tokenizer = run(venv.parent / "toolbrain", *named, cwd=tmp_path).strip()
-    figures = json.loads(
-        run(venv, HERE / "train_tiny.py", tokenizer, tmp_path, cwd=tmp_path).splitlines()[-1]
-    )
+    told = run(venv, HERE / "train_tiny.py", tmp_path, cwd=tmp_path)
+    figures = json.loads(told.splitlines()[-1])
     assert figures["updates"] > 0
     assert figures["last"] > figures["first"]

@@ -1,4 +1,4 @@
-"""Real parts: a tiny random Llama with SmolLM2's tokenizer, in a real TransformersModel."""
+"""Real agents on a real TransformersModel (a tiny random Llama), answered by a script."""
 
 from __future__ import annotations
 
@@ -77,39 +77,6 @@ def block() -> Callable[[str], str]:
 def as_json() -> Callable[..., str]:
     """A call as a ToolCallingAgent's model writes it."""
     return lambda name, **arguments: json.dumps({"name": name, "arguments": arguments})
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    from toolbrain_transformers.embedded import embedded_model_path
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(embedded_model_path())
-
-
-@pytest.fixture(scope="session")
-def model_dir(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

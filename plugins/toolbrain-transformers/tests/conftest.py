@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from toolbrain_transformers.embedded import embedded_model_path
 from toolbrain_transformers.policy import TransformersPolicy
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from toolbrain_transformers.testing import tiny_model
 
 from toolbrain_core.roles import AttemptKey, ChatReply, ChatRequest, ModelRef
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    """SmolLM2's tokenizer, whose pad token is its end-of-sequence token. Not to be changed."""
-    return AutoTokenizer.from_pretrained(embedded_model_path())
 
 
 @pytest.fixture
@@ -37,38 +30,11 @@ def with_template(tokenizer: Any) -> Callable[[str | None], Any]:
 
 @pytest.fixture(scope="session")
 def make_model(tokenizer: Any) -> Callable[..., Any]:
-    """A tiny random Llama.
+    """A tiny random Llama with its probability spread wide. Options are `tiny_model`'s."""
+    defaults = {"spread": 1.0, "eos_logit": 0.0, "initializer_range": 0.2}
 
-    `eos_logit` is roughly the logit of the end-of-sequence token at every position; the other
-    49,151 logits have mean 0 and standard deviation `spread`.
-    """
-
-    def make(eos_logit: float = 0.0, spread: float = 1.0, seed: int = 0, **config: Any) -> Any:
-        torch.manual_seed(seed)
-        options = {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "initializer_range": 0.2,
-            "eos_token_id": tokenizer.eos_token_id,
-            "bos_token_id": tokenizer.bos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            "tie_word_embeddings": False,
-            **config,
-        }
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **options)).eval()
-        with torch.no_grad():
-            # Channel 0 of the residual stream is nearly constant, so a head row that reads only
-            # it is a bias.
-            model.model.embed_tokens.weight[:, 0] = 8.0
-            model.lm_head.weight[:, 1:].normal_(0, spread / 8)
-            model.lm_head.weight[:, 0] = 0
-            model.lm_head.weight[tokenizer.eos_token_id] = 0
-            model.lm_head.weight[tokenizer.eos_token_id, 0] = eos_logit / 2.5
-        return model
+    def make(**options: Any) -> Any:
+        return tiny_model(tokenizer, **{**defaults, **options})
 
     return make
 

@@ -12,12 +12,12 @@ import torch
 from attrs import evolve
 from peft import AutoPeftModelForCausalLM, PeftModel
 from toolbrain_transformers.policy import Lora, TransformersPolicy
+from toolbrain_transformers.testing import tiny_config
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     CLIPImageProcessor,
     CLIPVisionConfig,
-    LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -86,19 +86,12 @@ def test_the_seed_draws_the_adapter_and_leaves_the_users_generator_alone(make_po
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    one = make_policy_without_reseeding(make_policy, 5)
+    one = make_policy(seed=5)
     assert torch.equal(torch.rand(1), expected)
-    two, other = (make_policy_without_reseeding(make_policy, seed) for seed in (5, 6))
+    two, other = (make_policy(seed=seed) for seed in (5, 6))
     first = [_trained(policy)[0][1] for policy in (one, two, other)]
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
-
-
-def make_policy_without_reseeding(make_policy: Any, seed: int) -> Any:
-    state = torch.random.get_rng_state()
-    model = make_policy(lora=None).ref.model
-    torch.random.set_rng_state(state)
-    return make_policy(model, seed=seed)
 
 
 def test_a_model_that_carries_an_adapter_is_refused(make_policy, make_model):
@@ -353,19 +346,7 @@ def test_serving_nests_and_starts_again(policy, key, user):
 def image_text_policy(tokenizer: Any) -> TransformersPolicy:
     own = copy.deepcopy(tokenizer)
     own.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    text = LlamaConfig(
-        vocab_size=len(own),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=own.bos_token_id,
-        eos_token_id=own.eos_token_id,
-        pad_token_id=own.pad_token_id,
-    )
+    text = tiny_config(own, max_position_embeddings=512, initializer_range=0.2)
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=48,

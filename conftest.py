@@ -1,0 +1,68 @@
+"""What all tests need of their process, and the tiny agent that tests of several plugins train.
+
+Imports nothing heavy: the core's tests run without the plugins.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and their subprocesses
+# would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """SmolLM2's tokenizer, whose pad token is its end-of-sequence token. Not to be changed."""
+    from toolbrain_transformers.testing import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with its tokenizer, whose next token is far from uniform."""
+    from toolbrain_transformers.testing import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def make_agent(model_dir: Path) -> Callable[..., Any]:
+    """A CodeAgent on a freshly loaded model: `max_steps` 1, 8 tokens a turn, greedy in use."""
+    from smolagents import CodeAgent, LogLevel, TransformersModel, tool
+    from toolbrain_smolagents import compact_prompts
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        return a + b
+
+    def make(max_new_tokens: int = 8, **options: Any) -> CodeAgent:
+        model = TransformersModel(
+            model_id=str(model_dir),
+            device_map="cpu",
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        options = {"tools": [add], "max_steps": 1, **options}
+        return CodeAgent(
+            model=model,
+            prompt_templates=compact_prompts(),
+            verbosity_level=LogLevel.OFF,
+            **options,
+        )
+
+    return make
