@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from toolbrain_core import Brain
+from toolbrain_core.errors import RunDirectoryError
 from toolbrain_core.hookspecs import hookimpl
 from toolbrain_core.report import read_metrics
 from toolbrain_core.traces import read_rollouts
@@ -166,6 +167,30 @@ def test_a_run_resumed_in_the_same_brain_keeps_the_base_as_its_reference(make_br
     # To a policy that was taken anew when the run was resumed, the last would be 0.
     assert kl["whole"][-1] > 1e-3
     assert kl["stopped"] == pytest.approx(kl["whole"], rel=1e-2)
+
+
+def test_full_fine_tuning_is_resumed_against_the_weights_that_it_began_with_or_refused(
+    make_brain, tasks
+) -> None:
+    options = {"beta": 0.5, "shuffle": False, "optimizer": "sgd", "checkpoint_every": 1}
+    kl, brain = {}, None
+    for name, stop in (("whole", None), ("stopped", 2)):
+        brain = make_brain(lora=None, learning_rate=3e-2, concurrency=1)
+        if stop:
+            with brain.plugins.observing(StopAfter(stop)), pytest.raises(KeyboardInterrupt):
+                brain.train(tasks(3), name=name, **options)
+            with pytest.raises(RunDirectoryError, match="Resume with a new Brain") as refused:
+                brain.train(tasks(3), name=name, resume=True, **options)
+            assert f"{name} with this Brain" in str(refused.value)
+            brain = make_brain(lora=None, learning_rate=3e-2, concurrency=1)
+        result = brain.train(tasks(3), name=name, resume=bool(stop), **options)
+        kl[name] = [row["metrics"]["kl"] for row in read_metrics(result.run_dir)]
+    assert kl["whole"][-1] > 1e-3
+    assert kl["stopped"] == pytest.approx(kl["whole"], rel=1e-2)
+    # Without a reference there is nothing to compare with, and the Brain at hand goes on.
+    with brain.plugins.observing(StopAfter(2)), pytest.raises(KeyboardInterrupt):
+        brain.train(tasks(3), name="free", shuffle=False)
+    assert brain.train(tasks(3), name="free", shuffle=False, resume=True).steps == 3
 
 
 @pytest.fixture(scope="session")

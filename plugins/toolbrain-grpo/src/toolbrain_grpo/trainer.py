@@ -6,11 +6,9 @@ pass and the loop over micro-batches. Checked against trl 1.16.
 
 from __future__ import annotations
 
-import copy
 import json
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +27,7 @@ from toolbrain_core.traces import Group, Sampling, Trace
 from .advantages import advantages_of, has_signal, score_of, why_no_signal
 from .algorithm import Grpo, Step, schedule_of
 from .batches import WeightedRow, micro_batches, tensors, trained_tokens
-
-log = logging.getLogger(__name__)
+from .reference import reference_of
 
 #: TRL fields that our rollouts, rows or forward pass replace.
 _OWNED = {
@@ -96,58 +93,6 @@ def train_grpo(settings: Grpo, run: Run) -> RolloutTrainer:
         trainer.no_signal = why_no_signal(trainer.seen, settings.on_error)
         run.warn(f"nothing was learned: {trainer.no_signal}")
     return trainer
-
-
-@contextmanager
-def reference_of(policy: TransformersPolicy, settings: Grpo, run: Run) -> Iterator[Any]:
-    """A function that scores like the policy as the run began with it, or None where `beta` is 0.
-
-    A fresh adapter is switched off; a trained one is copied (adapter-sized, frozen) and the copy
-    removed afterwards; checkpoints have the copy too, so that a resumed run keeps its reference.
-    Full fine-tuning needs a second model, and the log says so.
-    """
-    if not settings.beta:
-        yield None
-    elif _began_fresh(policy, run):
-        yield lambda model: (model, unwrapped_peft(model).disable_adapter())
-    elif policy.is_adapted:
-        peft_model = policy.model
-        # Trainer gives it the checkpoint's weights where a run is resumed.
-        peft_model.add_adapter("reference", peft_model.peft_config["default"])
-        weights = dict(peft_model.named_parameters())
-        for name, parameter in weights.items():
-            if ".default." in name:
-                weights[name.replace(".default.", ".reference.")].data.copy_(parameter.data)
-        peft_model.set_adapter("default")
-        try:
-            yield lambda model: (model, _adapter(unwrapped_peft(model), "reference"))
-        finally:
-            peft_model.delete_adapter("reference")
-    else:
-        log.warning("beta > 0 with full fine-tuning: a second copy of the model is kept in memory")
-        frozen = copy.deepcopy(policy.model).requires_grad_(False).eval()
-        yield lambda model: (frozen, nullcontext())
-
-
-def _began_fresh(policy: TransformersPolicy, run: Run) -> bool:
-    """Whether the run began with an adapter that did nothing, whatever it has learned since."""
-    if run.resume_from is None:
-        return policy.is_fresh
-    return policy.is_adapted and not (run.resume_from / "reference").is_dir()
-
-
-@contextmanager
-def _adapter(model: Any, name: str) -> Iterator[None]:
-    model.set_adapter(name, inference_mode=True)
-    try:
-        yield
-    finally:
-        model.set_adapter("default")
-
-
-def unwrapped_peft(model: Any) -> Any:
-    """The PEFT model inside a DDP wrapper."""
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def _no_reward(**_: Any) -> list[float]:
