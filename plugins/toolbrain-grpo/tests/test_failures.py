@@ -183,7 +183,8 @@ def test_a_gradient_that_is_not_finite_stops_too_and_what_was_learned_is_saved(
         brain.train(tasks(2), name="run")
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "checkpoint-1"  # not asked for
     assert str(checkpoint) in str(stopped.value)
-    assert (checkpoint / "toolbrain.json").is_file()
+    marker = json.loads((checkpoint / "toolbrain.json").read_text())
+    assert (marker["step"], marker["metrics"]["updates"]) == (1, 1)
 
 
 # Bad input ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolbrain_core import Brain
 from toolbrain_core.errors import RunDirectoryError
@@ -191,6 +193,30 @@ def test_full_fine_tuning_is_resumed_against_the_weights_that_it_began_with_or_r
     with brain.plugins.observing(StopAfter(2)), pytest.raises(KeyboardInterrupt):
         brain.train(tasks(3), name="free", shuffle=False)
     assert brain.train(tasks(3), name="free", shuffle=False, resume=True).steps == 3
+
+
+def test_a_second_ctrl_c_in_the_middle_of_a_step_saves_nothing_of_that_step(
+    program, model_dir, whole, tmp_path
+) -> None:
+    brain, steps = program.make_brain(model_dir, tmp_path), itertools.count(1)
+
+    def press_twice(*_: Any) -> None:
+        if next(steps) == 4:  # the weights have changed, and the step is not counted yet
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    hook = register_optimizer_step_post_hook(press_twice)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            brain.train(program.TASKS, name="run")
+    finally:
+        hook.remove()
+    run = tmp_path / "run"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-2"]
+    assert (run / "report.json").is_file()
+    result = brain.train(program.TASKS, name="run", resume=True)
+    assert (result.steps, result.updates) == (6, 6)
+    check_same(brain, whole[0], run, whole[1].run_dir, 6)
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,7 @@ def _no_reward(**_: Any) -> list[float]:
 class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPO whose batches are rollouts of the user's agent.
 
-    One dataloader item is one optimiser step. `updates` counts steps that changed the weights.
+    One dataloader item is one optimiser step.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
         self.policy = policy
         self.reference = reference
         self.schedule = schedule_of(settings, run.data, run.seed)
-        self.updates = _updates_before(run)
+        self._skipped = _skipped_before(run)
         self.no_signal: str | None = None
         self.last_metrics: dict[str, Any] = {}
         self.seen: list[Group] = []
@@ -132,6 +132,11 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
             callbacks=[JournalCallback(run, self._step_figures)],
         )
         self.beta = settings.beta  # after __init__, which would build a reference of its own
+
+    @property
+    def updates(self) -> int:
+        """Finished steps that changed the weights."""
+        return int(self.state.global_step) - self._skipped
 
     def _arguments(self) -> GRPOConfig:
         settings = self.settings
@@ -177,7 +182,7 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
             last = index == len(self._pieces) - 1
             with nullcontext() if last else self.accelerator.no_sync(model):
                 total += self._backward(model, piece)
-        self.updates += bool(self._pieces)
+        self._skipped += not self._pieces
         self._figures["loss"] = float(total) if self._pieces else None
         return total
 
@@ -353,12 +358,12 @@ def _spread(piece: dict[str, Any], values: Any) -> Any:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def _updates_before(run: Run) -> int:
-    """Updates that a resumed run had made when its checkpoint was written."""
+def _skipped_before(run: Run) -> int:
+    """Steps without an update that a resumed run had made when its checkpoint was written."""
     if run.resume_from is None:
         return 0
     marker = json.loads((run.resume_from / MARKER).read_text(encoding="utf-8"))
-    return int(marker["metrics"]["updates"])
+    return int(marker["step"]) - int(marker["metrics"]["updates"])
 
 
 def _without_turns(group: Group) -> Group:

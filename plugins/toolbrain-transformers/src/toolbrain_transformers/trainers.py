@@ -57,6 +57,18 @@ class JournalCallback(TrainerCallback):
         self.run.checkpoint_saved(path, state.global_step, {"metrics": dict(self.extra())})
 
 
+class _OptimizerWatch(TrainerCallback):
+    """Knows when the weights are those of the trainer's present step, and not half of the next."""
+
+    weights_whole = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights_whole = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights_whole = True
+
+
 def raise_not_finite(what: str, step: int) -> None:
     """Errors: `TrainingError` that names the step."""
     raise TrainingError(
@@ -68,11 +80,14 @@ def raise_not_finite(what: str, step: int) -> None:
 def run_trainer(trainer: Any, run: Run, policy: TransformersPolicy) -> None:
     """Train to the end, from the run's checkpoint where it resumes one.
 
-    A checkpoint is written at the end, also of a run that was interrupted between two steps
-    (`KeyboardInterrupt` goes on upwards) or that cannot go on, if its weights are finite.
+    A checkpoint is written at the end, also of a run that was interrupted (`KeyboardInterrupt`
+    goes on upwards), unless that was in the middle of an optimiser's step, and of one that cannot
+    go on, if its weights are finite.
     Errors: `TrainingError`, `SamplerFailure` that name the last good checkpoint.
     """
     trainer.remove_callback(PrinterCallback)
+    watch = _OptimizerWatch()
+    trainer.add_callback(watch)
     resume = str(run.resume_from) if run.resume_from else None
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -85,7 +100,7 @@ def run_trainer(trainer: Any, run: Run, policy: TransformersPolicy) -> None:
             kept += " Train again with resume=True, once the sampler works."
         raise type(error)(f"{error} {kept}") from error
     except KeyboardInterrupt:
-        if run.stop.is_set():  # asked for, so between two steps: the weights are whole
+        if run.stop.is_set() and watch.weights_whole:
             save_checkpoint(trainer, run)
         raise
     save_checkpoint(trainer, run)
