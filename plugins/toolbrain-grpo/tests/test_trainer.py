@@ -60,6 +60,8 @@ def test_training_changes_the_adapter_and_nothing_else(make_brain, tasks) -> Non
     assert [m["updates"] for m in logged] == [1, 2, 3, 4]
     assert all(0 <= m["logprob_difference_max"] < 1e-3 for m in logged)
     assert all(m["grad_norm"] > 0 for m in logged)
+    checkpoints = result.run_dir / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-4"]
 
 
 def test_two_runs_with_one_seed_are_the_same_and_another_seed_is_not(make_brain, tasks) -> None:

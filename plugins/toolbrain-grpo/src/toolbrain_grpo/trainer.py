@@ -165,6 +165,9 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
     def _max_new_tokens(self) -> int:
         return self.settings.max_new_tokens or self.policy.own_sampling().max_new_tokens
 
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """None: a checkpoint is no model to publish, and the run directory says more."""
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One schedule entry per item, in order; Trainer skips what a resumed run has done."""
         return DataLoader(range(len(self.schedule)), batch_size=1, collate_fn=lambda items: items)  # type: ignore[arg-type]

@@ -100,6 +100,9 @@ class RowTrainer(SFTTrainer):  # type: ignore[misc]
         if len(self.train_dataset) != len(rows):
             raise AssertionError(f"{len(rows)} rows in, {len(self.train_dataset)} in the trainer")
 
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """None: a checkpoint is no model to publish, and the run directory says more."""
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
