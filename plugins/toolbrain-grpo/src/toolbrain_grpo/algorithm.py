@@ -24,11 +24,13 @@ class Grpo(TrainerSettings):
     `tasks_per_step` x `attempts` rollouts make one batch, which is used for `updates_per_batch`
     optimiser steps (TRL's num_iterations, μ). `temperature` of the sampling that trains;
     `max_new_tokens` per turn (None: the agent's own). `beta` weighs the KL divergence to the
-    policy as it was when training began. `epsilon`, `epsilon_high` clip the ratio (DAPO, arXiv
-    2503.14476). `scale_rewards` divides advantages by the standard deviation of the group, of the
-    batch, or not at all. Groups whose rewards are all equal are sampled again up to `resample`
-    times, then skipped and counted. `on_error="zero"` counts attempts that were lost (time limit,
-    infrastructure, a reward that failed) as 0 instead of leaving them out.
+    policy as it was when training began (the k3 estimate times the ratio, which makes its gradient
+    unbiased, arXiv 2512.02556; without the ratio: `trl={"use_bias_correction_kl": False}`).
+    `epsilon`, `epsilon_high` clip the ratio (DAPO, arXiv 2503.14476). `scale_rewards` divides
+    advantages by the standard deviation of the group, of the batch, or not at all. Groups whose
+    rewards are all equal are sampled again up to `resample` times, then skipped and counted.
+    `on_error="zero"` counts attempts that were lost (time limit, infrastructure, a reward that
+    failed) as 0 instead of leaving them out.
     `importance_cap` truncates the weight exp(training forward - recorded log-probability)
     (arXiv 2505.24034; TRL's vllm_importance_sampling_clip_max).
     """
