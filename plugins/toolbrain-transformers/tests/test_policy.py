@@ -343,7 +343,7 @@ def test_serving_nests_and_starts_again(policy, key, user):
 
 
 @pytest.fixture
-def image_text_policy(tokenizer: Any) -> TransformersPolicy:
+def image_text_ref(tokenizer: Any) -> ModelRef:
     own = copy.deepcopy(tokenizer)
     own.add_special_tokens({"additional_special_tokens": ["<image>"]})
     text = tiny_config(own, max_position_embeddings=512, initializer_range=0.2)
@@ -367,12 +367,11 @@ def image_text_policy(tokenizer: Any) -> TransformersPolicy:
         vision_feature_select_strategy="default",
         chat_template=smolvlm_chat_template,
     )
-    ref = ModelRef("transformers", model.eval(), processor, {"max_new_tokens": 8}, name="llava")
-    return TransformersPolicy(ref)
+    return ModelRef("transformers", model.eval(), processor, {"max_new_tokens": 8}, name="llava")
 
 
-def test_an_image_text_model_answers_text(image_text_policy, key, user, follow_up, fresh_logprobs):
-    policy = image_text_policy
+def test_an_image_text_model_answers_text(image_text_ref, key, user, follow_up, fresh_logprobs):
+    policy = TransformersPolicy(image_text_ref)
     session = policy.session(key(), Sampling(max_new_tokens=8))
     with policy.serving():
         request = user("hello")
@@ -388,10 +387,24 @@ def test_an_image_text_model_answers_text(image_text_policy, key, user, follow_u
         assert (fresh - torch.tensor(turn.logprobs)).abs().max() < 1e-4
 
 
-def test_only_the_language_model_of_an_image_text_model_is_adapted(image_text_policy, tmp_path):
-    names = [name for name, _ in _trained(image_text_policy)]
+def test_only_the_language_model_of_an_image_text_model_is_adapted(image_text_ref, tmp_path):
+    policy = TransformersPolicy(image_text_ref)
+    names = [name for name, _ in _trained(policy)]
     assert names
     assert all(".language_model." in name for name in names)
-    stir(image_text_policy)
-    image_text_policy.save(tmp_path / "saved")
+    stir(policy)
+    policy.save(tmp_path / "saved")
     assert_saved_whole(tmp_path / "saved", {"adapter_config.json", "processor_config.json"})
+
+
+def test_without_an_adapter_the_language_model_of_an_image_text_model_is_trained_only(
+    image_text_ref,
+):
+    policy = TransformersPolicy(image_text_ref, lora=None)
+    weights = dict(policy.model.named_parameters())
+    trained = {name for name, _ in _trained(policy)}
+    assert trained == {n for n in weights if "language_model." in n or n.startswith("lm_head")}
+    assert {name.split(".")[1] for name in weights.keys() - trained} == {
+        "vision_tower",
+        "multi_modal_projector",
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import tempfile
 import warnings
@@ -54,9 +55,10 @@ class Lora:
 class TransformersPolicy:
     """Trains the model in `ref` in place: the agent that owns it serves with the same weights.
 
-    `lora=None` trains every weight; `adapter` is the directory of a saved adapter to start from.
-    `dtype`: "auto" computes in the dtype the model was loaded in, "fp32" and "bf16" under autocast
-    where the weights differ. Sampler and trainer run under the same autocast (`autocast()`).
+    `lora=None` trains every weight (of an image-text model: of its language model); `adapter` is
+    the directory of a saved adapter to start from. `dtype`: "auto" computes in the dtype the
+    model was loaded in, "fp32" and "bf16" under autocast where the weights differ. Sampler and
+    trainer run under the same autocast (`autocast()`).
     `max_context` in tokens, by default the model's own. `max_batch` sequences are sampled at once;
     `max_cache_bytes` bounds the keys and values kept between turns. `tree="auto"` computes shared
     prefixes once where the model's attention can serve it and says so once where it cannot,
@@ -351,7 +353,9 @@ class TransformersPolicy:
             self.lora = _lora_of(model.peft_config["default"])
             return model
         if self.lora is None:
-            base.requires_grad_(True)
+            for name, parameter in base.named_parameters():
+                tower = _sees(base) and re.fullmatch(_NOT_LANGUAGE, name)
+                parameter.requires_grad_(not tower)
             return base
         targets = self.lora.target_modules
         config = peft.LoraConfig(
