@@ -202,15 +202,14 @@ def train(
         **chosen,
     )
     result = brain.train(data, name=run_name, resume=resume)
-    for warning in result.warnings:
-        click.echo(f"Warning: {warning}", err=True)
     click.echo(
         f"{result.algorithm}: {result.updates} updates in {result.steps} steps, "
         f"{result.seconds:.0f} s; see {result.run_dir}"
     )
     if result.updates == 0:
         reason = result.no_signal or "no update of the weights was made"
-        click.echo(f"Nothing was learned: {reason}", err=True)
+        if not any(reason in warning for warning in result.warnings):  # else the log has it
+            click.echo(f"Nothing was learned: {reason}", err=True)
         if save is not None:
             click.echo(f"{save} was not written", err=True)
         ctx.exit(EXIT_NOTHING_LEARNED)

@@ -45,7 +45,8 @@ class TrainResult:
     """What a training run came to.
 
     `updates` counts changes of the weights, `steps` also those skipped for want of signal.
-    `no_signal` says why nothing was learned where `updates` is 0. `seconds` are wall-clock.
+    `no_signal` says why nothing was learned where `updates` is 0. `warnings` were logged as they
+    came (`Run.warn`). `seconds` are wall-clock.
     """
 
     algorithm: str

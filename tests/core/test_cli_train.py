@@ -18,6 +18,7 @@ class Counting:
 
     attempts: int = 2
     note: str = ""
+    warns: bool = False
     name = "counting"
     consumes = frozenset({"tasks"})
 
@@ -26,6 +27,10 @@ class Counting:
         updates = sum(len(set(group.scores)) > 1 for group in groups)
         run.record(0, {"groups": len(groups), "seed": run.seed})
         reason = None if updates else "all attempts at each task were scored the same"
+        if self.note:
+            run.warn(self.note)
+        if reason and self.warns:
+            run.warn(f"nothing was learned: {reason}")
         return TrainResult(
             "counting", updates, 1, {}, tuple(run.warnings), run.directory.path, 0.0, reason
         )
@@ -98,6 +103,14 @@ def test_a_run_without_any_signal_exits_with_3_says_why_and_saves_nothing(folder
     assert done.returncode == 3, done.stderr
     assert "Nothing was learned: all attempts at each task were scored the same" in done.stderr
     assert not (folder / "kept").exists()
+
+
+def test_what_a_run_warns_of_is_said_once(folder):
+    arguments = ("--reward", "my_agent:always_one", "-o", "note=mind the gap", "-o", "warns=true")
+    done = toolbrain(folder, "train", "my_agent:agent", *TRAIN, *arguments)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("mind the gap") == 1
+    assert done.stderr.count("all attempts at each task were scored the same") == 1
 
 
 @pytest.mark.parametrize(
