@@ -1,8 +1,9 @@
-"""Progress on stderr: a bar on a terminal, one plain line per step elsewhere."""
+"""Progress on stderr: a bar on a terminal, plain lines as the work goes on elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ class ProgressObserver:
     _bar: Progress | None = None
     _task: TaskID | None = None
     _started: float = 0.0
+    _step_started: float = 0.0
     _rollouts: int = 0
     _scores: list[float] = field(factory=list)
 
@@ -73,14 +75,9 @@ class ProgressObserver:
                 self._bar.update(self._task, total=run.total_steps, **fields)
 
     def _line(self, run: Run, step: int, note: str) -> None:
-        passed = time.monotonic() - self._started
-        words = [run.algorithm or run.name, f"step {_of(step, run.total_steps)}", note]
-        words.append(f"{_clock(passed)} passed")
-        if run.total_steps and 0 < step <= run.total_steps:
-            words.append(f"{_clock(passed / step * (run.total_steps - step))} left")
-        with _whatever_stderr_does():
-            line = "  ".join(filter(None, words))
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        took = f"{time.monotonic() - self._step_started:.1f} s"
+        words = [run.algorithm or run.name, f"step {_of(step, run.total_steps)}", note, took]
+        _print(self.console, *words, *_times(self._started, step, run.total_steps))
 
     def _note(self, metrics: dict[str, Any]) -> str:
         words = [f"{self._rollouts} rollouts"] if self._rollouts else []
@@ -91,6 +88,7 @@ class ProgressObserver:
         return "  ".join(words)
 
     def _next_step(self) -> None:
+        self._step_started = time.monotonic()
         self._rollouts, self._scores = 0, []
 
     def _stop(self) -> None:
@@ -116,13 +114,37 @@ def _bar(console: Console) -> Progress:
 
 
 @contextlib.contextmanager
-def watched(words: str, total: int, draw: bool = True) -> Iterator[Callable[[], None]]:
-    """A bar of `total` things on a terminal's stderr; call what it gives for each one done."""
-    console = Console(stderr=True)
-    if not draw or not console.is_terminal:
+def watched(
+    words: str, total: int, draw: bool = True, console: Console | None = None
+) -> Iterator[Callable[[], None]]:
+    """Progress through `total` things; call what it gives for each one done.
+
+    A bar where stderr is a terminal, elsewhere a line for each tenth of them.
+    """
+    console = console or Console(stderr=True)
+    if not draw:
         yield lambda: None
-        return
-    bar = Progress(
+    elif console.is_terminal:
+        bar = _counting_bar(console)
+        task = bar.add_task(words, total=total)
+        with _whatever_stderr_does():
+            bar.start()
+        try:
+            yield lambda: bar.advance(task)
+        finally:
+            with _whatever_stderr_does():
+                bar.stop()
+    else:
+        yield _tenths(console, words, total)
+
+
+def tell(words: str) -> None:
+    """One line on stderr: what begins now takes long, and happens once."""
+    _print(Console(stderr=True), words)
+
+
+def _counting_bar(console: Console) -> Progress:
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         TextColumn("{task.completed}/{task.total}"),
@@ -131,9 +153,32 @@ def watched(words: str, total: int, draw: bool = True) -> Iterator[Callable[[], 
         refresh_per_second=2,
         transient=True,
     )
-    with bar:
-        task = bar.add_task(words, total=total)
-        yield lambda: bar.advance(task)
+
+
+def _tenths(console: Console, words: str, total: int) -> Callable[[], None]:
+    started, count = time.monotonic(), itertools.count(1)
+
+    def advance() -> None:
+        done = next(count)
+        if 10 * done // total > 10 * (done - 1) // total:
+            _print(console, words, _of(done, total), *_times(started, done, total))
+
+    return advance
+
+
+def _print(console: Console, *words: str) -> None:
+    with _whatever_stderr_does():
+        line = "  ".join(filter(None, words))
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _times(started: float, done: int, total: int | None) -> list[str]:
+    """How long it took so far, and how long the rest will take."""
+    passed = time.monotonic() - started
+    words = [f"{_clock(passed)} passed"]
+    if total and 0 < done <= total:
+        words.append(f"{_clock(passed / done * (total - done))} left")
+    return words
 
 
 def _of(step: int, total: int | None) -> str:

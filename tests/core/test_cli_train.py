@@ -135,6 +135,7 @@ def test_evaluate_prints_json_for_programs_and_lines_for_people(folder):
     done = toolbrain(folder, *arguments, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] == 0.5
+    assert "evaluating  2/2" in done.stderr
     assert "accuracy" in toolbrain(folder, *arguments).stdout
 
 

@@ -137,6 +137,21 @@ def visible(model: EmbeddedModel) -> list[str]:
     return sorted(p.name for p in model.directory.parent.iterdir() if p.suffix != ".lock")
 
 
+def test_making_the_model_says_one_line_and_draws_no_bars(
+    tiny: EmbeddedModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = make_model(tiny)
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        f"making the embedded model tiny in {path} (once; about half a minute)"
+    ]
+    make_model(tiny)
+    assert capfd.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    assert "Loading weights" in capfd.readouterr().err  # as before, for everybody else
+
+
 def test_the_model_is_a_plain_directory_that_loads_without_a_network(tiny: EmbeddedModel) -> None:
     path = make_model(tiny)
     weights = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")

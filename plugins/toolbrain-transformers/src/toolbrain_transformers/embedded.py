@@ -17,6 +17,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from attrs import field, frozen
 from filelock import FileLock
 
 from toolbrain_core.errors import ToolBrainError, UnknownName
+from toolbrain_core.progress import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,7 +162,7 @@ def _make(model: EmbeddedModel, target: Path) -> None:
     _check_space(model, target.parent)
     work.mkdir()
     try:
-        log.info("making the embedded model %s in %s", model.name, target)
+        tell(f"making the embedded model {model.name} in {target} (once; about half a minute)")
         _convert(model, _gguf(model, work), work / "model")
         os.replace(work / "model", target)
     finally:
@@ -249,14 +251,34 @@ def _convert(model: EmbeddedModel, gguf: Path, into: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-    weights = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
-    _forget_quantization(weights)
-    tokenizer.model_max_length = weights.config.max_position_embeddings
-    if model.digits_apart:
-        _split_digits(tokenizer)
-    weights.save_pretrained(into)
-    tokenizer.save_pretrained(into)
+    with _without_bars():
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        weights = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+        _forget_quantization(weights)
+        tokenizer.model_max_length = weights.config.max_position_embeddings
+        if model.digits_apart:
+            _split_digits(tokenizer)
+        weights.save_pretrained(into)
+        tokenizer.save_pretrained(into)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Leave out transformers' bars. Its GGUF reader draws one whatever the library's settings are
+    (transformers 5.24)."""
+    from transformers import logging, modeling_gguf_pytorch_utils
+
+    reader: Any = modeling_gguf_pytorch_utils
+    drawn = reader.tqdm
+    reader.tqdm = partial(drawn, disable=True)
+    before = logging.set_tqdm_hook(
+        lambda bar, args, options: bar(*args, **{**options, "disable": True})
+    )
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+        reader.tqdm = drawn
 
 
 def _forget_quantization(weights: Any) -> None:
