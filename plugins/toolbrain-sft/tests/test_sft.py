@@ -252,7 +252,9 @@ def test_sft_and_then_grpo_is_two_calls_on_one_brain(make_brain, tmp_path) -> No
     apart = max(float((now[n].detach() - learned[n]).abs().max()) for n in now)
     assert 0 < apart < 2e-4  # one small step from what was learned
     rollouts = read_rollouts(result.run_dir / "rollouts.jsonl")
-    assert {r.trace.turns[0].weights_version for r in rollouts} == {1}
+    versions = {r.trace.turns[0].weights_version for r in rollouts}
+    assert len(versions) == 1
+    assert min(versions) > 0  # those after SFT
 
 
 class Stop:
