@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import tempfile
 import time
-from functools import partial
 from typing import Any
 
-from sides import Measure, Side, measured_in_turn, ours_against, parser, running, serve
+from sides import Measure, Side, measured_in_turn, ours_against, parser, run, running
 
 TASK = {"query": "Use the add tool to calculate 5 + 7", "gold_answer": "12"}
 
@@ -36,11 +34,7 @@ FLATTENING = """\
 
 
 def main() -> None:
-    options = parse()
-    if options.side:
-        serve(partial(SIDES[options.side], options))
-    else:
-        print(json.dumps(compare(options)))
+    run(parse(), SIDES, compare)
 
 
 def parse() -> argparse.Namespace:

@@ -18,12 +18,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prompts import OBSERVATION, observation_ids, prompt_ids
-from sides import Measure, Side, measured_in_turn, ours_against, parser, running, serve
+from sides import Measure, Side, measured_in_turn, ours_against, parser, run, running
 
 OTHERS = ("generate", "continuous_batching")
 
@@ -33,11 +32,7 @@ Generate = Callable[[Ids], Ids]
 
 
 def main() -> None:
-    options = parse()
-    if options.side:
-        serve(partial(SIDES[options.side], options))
-    else:
-        print(json.dumps(compare(options)))
+    run(parse(), SIDES, compare)
 
 
 def parse() -> argparse.Namespace:

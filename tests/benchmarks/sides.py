@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +34,18 @@ def parser(doc: str, repeats: int = 3) -> argparse.ArgumentParser:
     made.add_argument("--side", help=argparse.SUPPRESS)
     made.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     return made
+
+
+def run(
+    options: argparse.Namespace,
+    sides: Mapping[str, Callable[[argparse.Namespace], Measure]],
+    compare: Callable[[argparse.Namespace], Mapping[str, Any]],
+) -> None:
+    """What a benchmark does: print its line, or be the side that `--side` names."""
+    if options.side:
+        serve(partial(sides[options.side], options))
+    else:
+        print(json.dumps(compare(options)))
 
 
 class Side:

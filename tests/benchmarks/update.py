@@ -17,23 +17,17 @@ whose norm is below 1e-12 are compared absolutely.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sides import Measure, Side, measured_in_turn, ours_against, parser, running, serve
+from sides import Measure, Side, measured_in_turn, ours_against, parser, run, running
 
 
 def main() -> None:
-    options = parse()
-    if options.side:
-        serve(partial(SIDES[options.side], options))
-    else:
-        print(json.dumps(compare(options)))
+    run(parse(), SIDES, compare)
 
 
 def parse() -> argparse.Namespace:

@@ -187,7 +187,6 @@ def train_grpo(brain: Brain, data: Data, settings: Settings) -> Trained:
         "grpo",
         name="grpo",
         learning_rate=settings.grpo_learning_rate,
-        schedule="linear",  # small last steps: noise in the rewards is not learned as much
         tasks_per_step=settings.tasks_per_step,
         attempts=settings.attempts,
         temperature=settings.temperature,

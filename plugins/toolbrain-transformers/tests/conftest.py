@@ -10,10 +10,56 @@ import pytest
 import torch
 from toolbrain_transformers.policy import TransformersPolicy
 from toolbrain_transformers.testing import tiny_model
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from toolbrain_core.roles import AttemptKey, ChatReply, ChatRequest, ModelRef
 
 torch.set_num_threads(1)
+
+GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.fixture(scope="module", params=["gemma3", "llama", "mistral", "qwen3"])
+def make_small(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """A small random model of each architecture that the tree serves; options are its config's.
+
+    Mistral attends within a window, Gemma-3 in all layers but the second.
+    """
+    classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"layer_types": GEMMA_LAYERS}),
+        "llama": (LlamaForCausalLM, LlamaConfig, {}),
+        "mistral": (MistralForCausalLM, MistralConfig, {}),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    }
+    model_class, config_class, own = classes[request.param]
+    if request.param in ("gemma3", "mistral"):
+        own["sliding_window"] = 7
+
+    def make(**options: Any) -> Any:
+        torch.manual_seed(0)
+        config = config_class(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            **own,
+            **options,
+        )
+        return model_class(config).eval()
+
+    return make
 
 
 @pytest.fixture

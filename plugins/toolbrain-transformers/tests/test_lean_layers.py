@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -35,29 +36,26 @@ def base(request: Any) -> Any:
     return model
 
 
-def adapted(base: Any, **config: Any) -> Any:
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", **config))
+def adapted(base: Any, target_modules: Any = "all-linear", **config: Any) -> Any:
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=target_modules, **config))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_(0, 0.3)
     return model
 
 
-def outcome(model: Any, inner: Any, lean: bool | None, fixed: bool = False) -> tuple[Any, Any]:
+def outcome(model: Any, inner: Any, lean: bool) -> tuple[Any, Any]:
     """Logits, and the gradients of what is trained."""
     model.zero_grad(set_to_none=True)
-    if lean:
-        with lean_layers(inner, fixed=fixed):
-            logits = model(input_ids=IDS).logits
-            logits.square().mean().backward()
-    else:
+    with lean_layers(inner, fixed=False) if lean else nullcontext():
         logits = model(input_ids=IDS).logits
         logits.square().mean().backward()
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_logits_and_gradients_with_lora(base: Any) -> None:
-    model = adapted(base)
+@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+def test_logits_and_gradients_with_lora(base: Any, target_modules: Any) -> None:
+    model = adapted(base, target_modules)
     plain, lean = outcome(model, base, lean=False), outcome(model, base, lean=True)
     torch.testing.assert_close(lean[0], plain[0])
     assert plain[1].keys() == lean[1].keys()
@@ -123,8 +121,9 @@ def test_layers_that_somebody_watches_run_as_ever(base: Any) -> None:
     assert seen == [1]
 
 
-def test_dora_and_dropout_run_as_ever(base: Any) -> None:
-    model = adapted(base, use_dora=True)
+@pytest.mark.parametrize("special", [{"use_dora": True}, {"lora_dropout": 0.5}])
+def test_dora_and_dropout_run_as_ever(base: Any, special: dict[str, Any]) -> None:
+    model = adapted(base, **special).eval()
     with torch.no_grad():
         plain = model(input_ids=IDS).logits
         with lean_layers(base, fixed=True):

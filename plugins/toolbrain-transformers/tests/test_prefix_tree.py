@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,18 +13,7 @@ from toolbrain_transformers.prefix_tree import PrefixTree
 from toolbrain_transformers.scoring import PaddedForward, TreeForward, cost_of
 from toolbrain_transformers.tree_attention import tree_attending
 from toolbrain_transformers.tree_check import tree_problem
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from toolbrain_core.roles import Row
 
@@ -72,28 +64,9 @@ def rows_of(prompt: int, answers: int, length: int, seed: int = 0) -> list[Row]:
     return rows
 
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=7)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, sliding_window=7)),
-}
-
-
-@pytest.fixture(params=sorted(MODELS))
-def model(request: pytest.FixtureRequest) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return MODELS[request.param]().eval()
+@pytest.fixture
+def model(make_small: Callable[..., Any]) -> Any:
+    return make_small(max_position_embeddings=256)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -125,9 +98,8 @@ def test_the_tree_gives_the_log_probabilities_and_gradients_of_padded_rows(
         assert torch.allclose(found[name], gradient, atol=2e-5), name
 
 
-def test_long_nodes_are_attended_to_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = MODELS["mistral"]().eval()
+@pytest.mark.parametrize("make_small", ["mistral"], indirect=True)
+def test_long_nodes_are_attended_to_in_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(prompt=60, answers=2, length=30)
     plain = PaddedForward.of(rows, "cpu", 0).score(model).logprobs
     monkeypatch.setattr("toolbrain_transformers.tree_attention._QUERY_BLOCK", 16)
@@ -162,7 +134,17 @@ def test_a_model_with_capped_attention_scores_cannot_serve_the_tree() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
-    capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, attn_logit_softcapping=50.0)).eval()
+    config = Gemma2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_logit_softcapping=50.0,
+    )
+    capped = Gemma2ForCausalLM(config).eval()
     assert "Gemma2ForCausalLM" in tree_problem(capped)
 
 

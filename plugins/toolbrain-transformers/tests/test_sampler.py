@@ -11,49 +11,16 @@ from typing import Any
 import pytest
 import torch
 from toolbrain_transformers.policy import TransformersPolicy
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from toolbrain_core.roles import ModelRef, Sampled
 from toolbrain_core.traces import Sampling
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-}
 NEW = 12
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3", "mistral"])
-def model(request: Any) -> Any:
-    torch.manual_seed(0)
-    if request.param == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-    if request.param == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval()
-    if request.param == "gemma3":  # layers with a window and without
-        config = Gemma3TextConfig(
-            **SIZES,
-            sliding_window=24,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        )
-        return Gemma3ForCausalLM(config).eval()
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=40)).eval()
+@pytest.fixture(scope="module")
+def model(make_small: Callable[..., Any]) -> Any:
+    return make_small(max_position_embeddings=1024, initializer_range=0.2)
 
 
 @pytest.fixture
@@ -163,21 +130,37 @@ def test_log_probabilities_of_conversations_that_branch(
     assert compared == 12 * 4 * NEW
 
 
-def test_a_next_turn_goes_on_where_the_last_one_stopped(model: Any, sampling: Any) -> None:
-    """Only what is new is read: counted at the model."""
-    read: list[int] = []
+@pytest.fixture
+def read(model: Any) -> Iterator[list[int]]:
+    """Tokens that the model read, one number for each forward pass."""
+    counts: list[int] = []
     handle = model.get_input_embeddings().register_forward_hook(
-        lambda _module, args, _output: read.append(args[0].numel())
+        lambda _module, args, _output: counts.append(args[0].numel())
     )
+    yield counts
+    handle.remove()
+
+
+def test_a_next_turn_goes_on_where_the_last_one_stopped(sampling: Any, read: list[int]) -> None:
     prompt = tuple(range(90)) * 2
-    try:
-        with sampling() as sampler:
-            for turn in range(4):
-                read.clear()
-                wanted = Sampling(temperature=0.0, max_new_tokens=NEW)
-                answer = sampler.generate(prompt, wanted, seed=0).result(timeout=120)
-                if turn:  # the last token sampled before and five new ones
-                    assert read[0] == 6
-                prompt = prompt + answer.ids + (1, 2, 3, 4, 5)
-    finally:
-        handle.remove()
+    wanted = Sampling(temperature=0.0, max_new_tokens=NEW)
+    with sampling() as sampler:
+        for turn in range(4):
+            read.clear()
+            answer = sampler.generate(prompt, wanted, seed=0).result(timeout=120)
+            if turn:  # the last token sampled before and five new ones
+                assert read[0] == 6
+            prompt = prompt + answer.ids + (1, 2, 3, 4, 5)
+
+
+def test_conversations_that_begin_alike_are_all_kept(sampling: Any, read: list[int]) -> None:
+    """However short what they share is."""
+    tails = [tuple((7 * i + n) % 96 for i in range(20)) for n in range(3)]
+    prompts = [(1, 2, 3, *tail) for tail in tails]
+    wanted = Sampling(temperature=0.0, max_new_tokens=NEW)
+    with sampling() as sampler:
+        prompts = [p + sampler.generate(p, wanted, seed=0).result(120).ids + (5,) for p in prompts]
+        for prompt in prompts:
+            read.clear()
+            sampler.generate(prompt, wanted, seed=0).result(timeout=120)
+            assert read[0] == 2  # the last token sampled before and the new one

@@ -162,7 +162,7 @@ def _make(model: EmbeddedModel, target: Path) -> None:
     _check_space(model, target.parent)
     work.mkdir()
     try:
-        tell(f"making the embedded model {model.name} in {target} (once; about half a minute)")
+        tell(f"making the embedded model {model.name} in {target} (once)")
         _convert(model, _gguf(model, work), work / "model")
         os.replace(work / "model", target)
     finally:

@@ -8,9 +8,6 @@ from typing import Any
 
 from attrs import define, field
 
-#: Tokens that a cut must save.
-_WORTH_A_CUT = 16
-
 
 @define(eq=False)
 class CachedNode:
@@ -85,21 +82,17 @@ class NodeCache:
 
     def match(self, ids: tuple[int, ...]) -> CachedNode:
         """The node at whose end the longest cached prefix of `ids` ends. A node that agrees with
-        `ids` only in part is cut there, unless that saves too little: every node on a path is
-        read by itself in every step."""
+        `ids` only in part is cut there, so that what follows has a place of its own."""
         node, now = self.root, next(self._clock)
         while node.end < len(ids) and ids[node.end] in node.children:
             child = node.children[ids[node.end]]
             agreed = _agreed(child.ids, ids, child.start)
-            whole = agreed == len(child.ids)
-            if not whole and agreed < _WORTH_A_CUT and child.start + agreed < len(ids):
-                return node
-            node = child if whole else child.cut(agreed)
+            node = child if agreed == len(child) else child.cut(agreed)
             node.used = now
         return node
 
     def insert(self, node: CachedNode) -> None:
-        """Add a node below its parent."""
+        """Add a node below its parent, where `match` ended: no other begins alike."""
         assert node.parent is not None
         node.used = next(self._clock)
         node.parent.children[node.ids[0]] = node

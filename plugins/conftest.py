@@ -1,21 +1,12 @@
-"""What all tests need of their process, and the tiny agent that tests of several plugins train.
-
-Imports nothing heavy: the core's tests run without the plugins.
-"""
+"""The tiny agent that the tests of several plugins train."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# A shell that starts the tests in the background lets them ignore Ctrl-C, and their subprocesses
-# would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
