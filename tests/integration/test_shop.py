@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 from smolagents import CodeAgent
+from toolbrain_smolagents import SmolagentsAdapter
 
 from toolbrain_core import Task
+from toolbrain_core.rewards import is_correct
+from toolbrain_core.roles import AttemptKey
+from toolbrain_core.testing.scripted import ScriptedPolicy
 from toolbrain_core.traces import from_json, to_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
@@ -173,3 +177,12 @@ def test_the_prompt_is_short_enough_for_a_small_model(agent: CodeAgent) -> None:
     tokens = agent.model.tokenizer(agent.system_prompt).input_ids
     assert len(tokens) <= 200
     assert all(f"{name}(" in agent.system_prompt for name in TOOLS)
+
+
+def test_an_attempt_ends_with_its_steps(agent: CodeAgent) -> None:
+    """smolagents' extra call for a last answer is left out: one step, one turn."""
+    session = ScriptedPolicy(["No code at all."]).session(AttemptKey("r", 0, "t", 0))
+    trace = SmolagentsAdapter().run(agent, HELD_OUT[0], session)
+    assert [turn.error.kind for turn in trace.turns] == ["format"]
+    assert trace.final_answer is None
+    assert not is_correct(trace, HELD_OUT[0].gold_answer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from smolagents import CodeAgent, LogLevel, Model, TransformersModel
+from smolagents import ChatMessage, CodeAgent, LogLevel, Model, TransformersModel
+from smolagents.models import MessageRole
 from toolbrain_smolagents import SmolagentsAdapter, compact_prompts
 from toolbrain_transformers.embedded import embedded_model_path
 
@@ -25,9 +26,20 @@ def make_model(max_new_tokens: int = 48, torch_dtype: str = "bfloat16") -> Trans
     )
 
 
-def make_agent(model: Model | None = None, max_steps: int = 1) -> CodeAgent:
-    """A CodeAgent with the shop's tools, on the embedded model unless another is given."""
-    return CodeAgent(
+class ShopAgent(CodeAgent):
+    """A CodeAgent that gives up when its steps are used up.
+
+    smolagents would ask the model once more then, for an answer without the tools. Here such an
+    answer is a guess, and costs as much as the attempt.
+    """
+
+    def provide_final_answer(self, task: str) -> ChatMessage:
+        return ChatMessage(MessageRole.ASSISTANT, content=None)
+
+
+def make_agent(model: Model | None = None, max_steps: int = 1) -> ShopAgent:
+    """An agent with the shop's tools, on the embedded model unless another is given."""
+    return ShopAgent(
         tools=list(TOOLS.values()),
         model=model or make_model(),
         prompt_templates=compact_prompts(),
