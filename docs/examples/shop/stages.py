@@ -27,7 +27,9 @@ class Settings:
 
     `demonstrations` are different one-call tasks; the warm start makes `warm_start_updates`
     updates of `rows_per_update` of them. GRPO makes `grpo_steps` updates, each on
-    `tasks_per_step` tasks that it has not seen before, with `attempts` attempts at each.
+    `tasks_per_step` tasks that it has not seen before, with `attempts` attempts at each. `beta`
+    keeps it near the warm start, and is large for GRPO: Adam's updates are as large where rewards
+    say nothing as where they do, and would carry the policy anywhere.
     Of the held-out tasks every `held_out_stride`-th is used.
     """
 
@@ -38,10 +40,11 @@ class Settings:
     warm_start_updates: int = 10
     rows_per_update: int = 8
     sft_learning_rate: float = 5e-4
-    grpo_steps: int = 20
-    tasks_per_step: int = 4
+    grpo_steps: int = 16
+    tasks_per_step: int = 8
     attempts: int = 8
-    grpo_learning_rate: float = 2e-4
+    grpo_learning_rate: float = 7e-5
+    beta: float = 0.5
     temperature: float = 1.0
     held_out_stride: int = 1
 
@@ -103,6 +106,7 @@ def make_brain(
         make_agent(make_model(settings.max_new_tokens)),
         reward_func=reward_func,
         lora={"r": settings.lora_rank},
+        tree="require",
         seed=settings.seed,
         run_dir=run_dir,
     )
@@ -189,6 +193,7 @@ def train_grpo(brain: Brain, data: Data, settings: Settings) -> Trained:
         learning_rate=settings.grpo_learning_rate,
         tasks_per_step=settings.tasks_per_step,
         attempts=settings.attempts,
+        beta=settings.beta,
         temperature=settings.temperature,
         resample=0,  # new tasks teach more here than more attempts at the same one
         checkpoint_every=0,
