@@ -16,6 +16,7 @@ from attrs import asdict, define
 
 from .errors import ToolBrainError
 from .inputs import load_target, parse_options, read_tasks
+from .saving import check_replaceable
 
 if TYPE_CHECKING:
     from .plugins import PluginRecord
@@ -188,6 +189,8 @@ def train(
     Exits with 3 where no group of attempts had any signal to learn from.
     """
     chosen = parse_options(options)
+    if save is not None:
+        check_replaceable(save)  # now, not after hours of training
     data = read_tasks(tasks_file)
     target, reward_func = load_target(agent), _reward(reward)
 

@@ -105,6 +105,14 @@ def test_a_run_without_any_signal_exits_with_3_says_why_and_saves_nothing(folder
     assert not (folder / "kept").exists()
 
 
+def test_a_folder_that_cannot_be_saved_to_is_refused_before_the_run(folder):
+    arguments = ("--reward", "exact-match", "--save", "site")
+    done = toolbrain(folder, "train", "my_agent:agent", *TRAIN, *arguments)
+    assert done.returncode == 1
+    assert "site holds other files" in done.stderr
+    assert not (folder / "runs").exists()
+
+
 def test_what_a_run_warns_of_is_said_once(folder):
     arguments = ("--reward", "my_agent:always_one", "-o", "note=mind the gap", "-o", "warns=true")
     done = toolbrain(folder, "train", "my_agent:agent", *TRAIN, *arguments)

@@ -24,7 +24,7 @@ from transformers import (
 )
 from trl.chat_template_utils import smolvlm_chat_template
 
-from toolbrain_core.errors import ConfigurationError, DataError, NotServed
+from toolbrain_core.errors import ConfigurationError, DataError, NotServed, ToolBrainError
 from toolbrain_core.roles import ChatRequest, ModelRef
 from toolbrain_core.traces import Sampling
 
@@ -215,7 +215,7 @@ def test_a_save_that_fails_leaves_nothing_behind(make_policy, tokenizer, tmp_pat
     stir(policy)
     broken.save_pretrained = full_disk
     for name in ("new", "earlier"):
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(ToolBrainError, match=r"cannot save to .*No space"):
             getattr(policy, how)(tmp_path / name)
     assert [entry.name for entry in tmp_path.iterdir()] == ["earlier"]
     assert (tmp_path / "earlier" / "adapter_model.safetensors").read_bytes() == earlier
@@ -240,6 +240,15 @@ def test_what_is_not_a_save_is_never_overwritten(make_policy, tmp_path):
     with pytest.raises(ConfigurationError, match="is a file"):
         make_policy().merge(tmp_path / "file")
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("how", ["save", "merge"])
+def test_a_base_model_is_never_overwritten(make_policy, make_model, tmp_path, how):
+    make_model().save_pretrained(tmp_path / "base")
+    before = {entry.name: entry.read_bytes() for entry in (tmp_path / "base").iterdir()}
+    with pytest.raises(ConfigurationError, match=r"holds other files.*config\.json"):
+        getattr(make_policy(), how)(tmp_path / "base")
+    assert {e.name: e.read_bytes() for e in (tmp_path / "base").iterdir()} == before
 
 
 # Training --------------------------------------------------------------------------------------

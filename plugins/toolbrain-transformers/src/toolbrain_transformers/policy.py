@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +17,7 @@ from attrs import asdict, frozen
 
 from toolbrain_core.errors import ConfigurationError, ContextOverflow, DataError, NotServed
 from toolbrain_core.roles import AttemptKey, ChatRequest, ModelRef, Row, Sampler
+from toolbrain_core.saving import check_replaceable, whole_directory
 from toolbrain_core.traces import Sampling, Trace, Turn
 
 from .drawing import Batch, Drawer
@@ -284,15 +282,16 @@ class TransformersPolicy:
     # Saving ----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write adapter (or all weights), tokenizer and `toolbrain.json`; all or nothing."""
-        with _whole_directory(path) as folder:
+        """Write adapter (or all weights), tokenizer and `toolbrain.json`; all or nothing.
+
+        Errors: see `whole_directory`: only an earlier save is replaced.
+        """
+        with whole_directory(path, {"policy": self.describe()}) as folder:
             if self.is_adapted:
                 self.model.save_pretrained(folder, selected_adapters=["default"])
             else:
                 self.model.save_pretrained(folder)
             self.processor.save_pretrained(folder)
-            facts = json.dumps({"schema": 1, "policy": self.describe()}, indent=2)
-            (folder / "toolbrain.json").write_text(facts + "\n", encoding="utf-8")
 
     def load(self, path: str | Path) -> None:
         """Take the weights of a saved adapter of the same shape. Errors: `DataError`."""
@@ -316,10 +315,14 @@ class TransformersPolicy:
         self.weights_version += 1
 
     def merge(self, path: str | Path) -> None:
-        """Write a plain model with the adapter merged in. Needs memory for a second model."""
+        """Write a plain model with the adapter merged in. Needs memory for a second model.
+
+        Errors: as `save`.
+        """
+        check_replaceable(path)
         model = deepcopy(self.model)
         merged = model.merge_and_unload() if self.is_adapted else model
-        with _whole_directory(path) as folder:
+        with whole_directory(path, {"merged": self.describe()}) as folder:
             merged.save_pretrained(folder)
             self.processor.save_pretrained(folder)
 
@@ -392,33 +395,3 @@ def _context_length(base: Any) -> int:
     if not length:
         raise NotServed("the model's config has no max_position_embeddings: pass max_context=…")
     return int(length)
-
-
-@contextmanager
-def _whole_directory(path: str | Path) -> Iterator[Path]:
-    """A directory beside `path` that takes its place when the block ends well.
-
-    Errors: `ConfigurationError` where `path` is a file or holds anything but an earlier save.
-    """
-    target = Path(path)
-    if target.exists() and not target.is_dir():
-        raise ConfigurationError(f"{target} is a file; give a directory to save to")
-    earlier = any((target / name).exists() for name in ("config.json", "toolbrain.json"))
-    if target.is_dir() and any(target.iterdir()) and not earlier:
-        raise ConfigurationError(
-            f"{target} holds other files; give a new directory to save to, or empty it"
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-            target.rename(old / "was")
-            folder.rename(target)
-            shutil.rmtree(old)
-        else:
-            folder.rename(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
