@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +15,7 @@ from typing import Any, Literal, cast
 import attrs
 
 from .demonstrations import as_demonstrations
-from .errors import ConfigurationError, DataError
+from .errors import ConfigurationError, DataError, ToolBrainError
 from .evaluation import Evaluation, evaluate_groups
 from .options import build, change, option_names, refuse_unknown
 from .plugins import PluginManager, default_manager
@@ -126,31 +128,36 @@ class Brain:
         `data`: what the algorithm consumes. Tasks: dicts with `query` and `gold_answer`, or
         `Task`s. Demonstrations: dicts with `query` and `messages` or `completion`,
         `Demonstration`s or `Rollout`s. The run is written to `run_dir`/`name` (a time stamp by
-        default); with `resume` it goes on from its last checkpoint.
+        default); with `resume` the run of that name goes on from its last checkpoint.
         Ctrl-C saves and raises KeyboardInterrupt; a second one stops at once.
         """
         chosen = self._chosen(algorithm, options)
         word = _name_of(chosen)
         items = self._items(data, chosen)
         rollouts = self._scored(chosen, items)
-        name = name or self._free_name(word)
-        directory = RunDirectory.create(
-            self.run_dir, name, self._config(chosen, len(items)), resume
-        )
-        latest = directory.latest_checkpoint() if resume else None
-        run = Run(
-            name=name,
-            directory=directory,
-            policy=self.policy,
-            data=tuple(items),
-            algorithm=word,
-            seed=self.seed,
-            resume_from=latest[0] if latest else None,
-            plugins=self.plugins,
-            rollouts=rollouts,
-        )
-        with self._watching(), interruptible(run.stop):
-            return self._train(chosen, run)
+        if resume and name is None:
+            raise ConfigurationError(
+                f"resume=True goes on with a run that has a name: give name=…; "
+                f"{self.run_dir} holds: {', '.join(_runs_in(self.run_dir)) or 'no run'}"
+            )
+        config = self._config(chosen, items)
+        if name is None:
+            name = RunDirectory.claim(self.run_dir, f"{word}-{time.strftime('%Y%m%d-%H%M%S')}")
+        with RunDirectory.opened(self.run_dir, name, config, resume) as directory:
+            latest = directory.latest_checkpoint() if resume else None
+            run = Run(
+                name=name,
+                directory=directory,
+                policy=self.policy,
+                data=tuple(items),
+                algorithm=word,
+                seed=self.seed,
+                resume_from=latest[0] if latest else None,
+                plugins=self.plugins,
+                rollouts=rollouts,
+            )
+            with self._watching(), interruptible(run.stop):
+                return self._train(chosen, run)
 
     def evaluate(
         self,
@@ -205,7 +212,10 @@ class Brain:
             self._look_before(run)
             result = algorithm.train(run)
         finally:  # also for an interrupted or failed run: what it earned is reported
-            write_report(run.directory.path)
+            try:
+                write_report(run.directory.path)
+            except ToolBrainError as error:  # costs neither the result nor the run's own error
+                logger.warning("the report was not written: %s", error)
             self.plugins.notify("toolbrain_run_finished", run=run, result=result)
         return result
 
@@ -214,7 +224,7 @@ class Brain:
         for problem in self.policy.preflight():
             run.warn(problem)
         if self.probe and run.rollouts and not run.rollouts.make_agent and not run.resume_from:
-            stateful = probe_statefulness(run.rollouts, run.data, self.seed)
+            stateful = probe_statefulness(run.rollouts, run.data, self.seed, run.stop)
             if stateful:
                 run.warn(stateful)
 
@@ -242,7 +252,7 @@ class Brain:
         check_reward(self._reward, items)
         return attrs.evolve(self._rollouts, reward=self._reward)
 
-    def _config(self, algorithm: Algorithm, items: int) -> dict[str, Any]:
+    def _config(self, algorithm: Algorithm, items: Sequence[Any]) -> dict[str, Any]:
         options = {
             name: jsonable(getattr(algorithm, name)) for name in option_names(type(algorithm))
         }
@@ -251,7 +261,8 @@ class Brain:
             "algorithm": _name_of(algorithm),
             "options": options,
             "seed": self.seed,
-            "items": items,
+            "items": len(items),
+            "data": _digest(items),
             "agent": f"{type(self._prototype).__module__}.{type(self._prototype).__qualname__}",
             "tools": [spec.name for spec in self.adapter.tools(self._prototype)],
             "policy": dict(self.policy.describe()),
@@ -262,12 +273,6 @@ class Brain:
             },
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-
-    def _free_name(self, word: str) -> str:
-        """A name by the clock; two runs may begin within one second."""
-        stamp = f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = itertools.chain([stamp], (f"{stamp}-{n}" for n in itertools.count(2)))
-        return next(name for name in names if not (self.run_dir / name).exists())
 
     def _watching(self) -> AbstractContextManager[Any]:
         return self.plugins.observing(ProgressObserver()) if self.progress else nullcontext()
@@ -331,6 +336,20 @@ class Brain:
             if type(self._algorithm) is target:
                 return self._with_options(self._algorithm, options)
         return self._with_options(algorithm, options)
+
+
+def _runs_in(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob("*/config.json"))
+
+
+def _digest(items: Iterable[Task | Demonstration | Rollout]) -> str:
+    """Tells other tasks from these, or their order: for a run that is resumed."""
+    sha = hashlib.sha256()
+    for item in items:
+        task = item if isinstance(item, Task) else item.task
+        facts = json.dumps(jsonable([task.id, task.query, task.gold_answer], depth=64))
+        sha.update(re.sub(" at 0x[0-9a-f]+", "", facts).encode())  # of an object's repr
+    return f"sha256 {sha.hexdigest()[:16]}"
 
 
 def _name_of(algorithm: Algorithm) -> str:

@@ -162,6 +162,8 @@ class PluginManager:
         for loaded in self._active():
             try:
                 loaded.call(hook_name, **arguments)
+            except ToolBrainError as error:  # in words already
+                logger.error("%s: %s was skipped: %s", loaded.provider, hook_name, error)
             except Exception:  # an observer must never stop a run
                 logger.exception("%s: %s failed and was skipped", loaded.provider, hook_name)
 

@@ -6,6 +6,7 @@ A group's advantages mean something only if every attempt meets the same world.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
 
@@ -25,16 +26,21 @@ _REMEDY = (
 )
 
 
-def probe_statefulness(rollouts: Rollouts, tasks: Sequence[Task], seed: int = 0) -> str | None:
+def probe_statefulness(
+    rollouts: Rollouts,
+    tasks: Sequence[Task],
+    seed: int = 0,
+    stop: threading.Event | None = None,
+) -> str | None:
     """What is wrong, in words, where one greedy attempt that runs twice gets different results.
 
     The same attempt (same key, temperature 0, unscored) runs twice, one after the other, on the
     first tasks, until it calls a tool: at most three tasks. None if nothing was found, or if no
-    tool was called. The tools are called for real.
+    tool was called. The tools are called for real. Errors: KeyboardInterrupt once `stop` is set.
     """
     unscored = evolve(rollouts, reward=None)
     for task in tasks[:MAX_TASKS]:
-        first, second = (_greedy(unscored, task, seed) for _ in range(2))
+        first, second = (_greedy(unscored, task, seed, stop) for _ in range(2))
         if first.calls:
             return _difference(first, second)
     return None
@@ -57,7 +63,7 @@ def conflicting_results(group: Group) -> list[str]:
     ]
 
 
-def _greedy(rollouts: Rollouts, task: Task, seed: int) -> Trace:
+def _greedy(rollouts: Rollouts, task: Task, seed: int, stop: threading.Event | None) -> Trace:
     groups = rollouts.run(
         [task],
         1,
@@ -66,6 +72,7 @@ def _greedy(rollouts: Rollouts, task: Task, seed: int) -> Trace:
         seed=seed,
         sampling=Sampling(temperature=0.0),
         purpose="use",
+        stop=stop,
     )
     return groups[0].rollouts[0].trace
 

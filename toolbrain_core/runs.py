@@ -14,9 +14,11 @@ its run goes on, and resumed after it was killed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,15 +31,15 @@ from attrs import define, field, frozen
 from .errors import ConfigurationError, RunDirectoryError
 from .roles import Policy
 from .rollouts import Rollouts
+from .saving import MARKER
 from .traces import SCHEMA_VERSION, Group, Sampling, Task, json_line, jsonable
 
 logger = logging.getLogger(__name__)
 
-#: Marks a complete checkpoint; the last file written into it.
-MARKER = "toolbrain.json"
-
 #: Parts of config.json in which a resumed run must equal the one it resumes.
-_MUST_MATCH = ("algorithm", "options", "seed")
+_MUST_MATCH = ("algorithm", "options", "seed", "data")
+#: The same of `policy`: what its checkpoints can be loaded into.
+_POLICY_MUST_MATCH = ("class", "lora", "trainable_parameters")
 
 
 @frozen
@@ -66,24 +68,53 @@ class RunDirectory:
     path: Path
 
     @classmethod
+    def claim(cls, root: str | Path, word: str) -> str:
+        """A name that begins with `word` and nobody has, its folder made: two processes that ask
+        at once get two names."""
+        with _writing(Path(root)):
+            Path(root).mkdir(parents=True, exist_ok=True)
+            for name in itertools.chain([word], (f"{word}-{n}" for n in itertools.count(2))):
+                with contextlib.suppress(FileExistsError):
+                    (Path(root) / name).mkdir()
+                    return name
+        raise AssertionError("there is always another name")
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(
+        cls, root: str | Path, name: str, config: Mapping[str, Any], resume: bool = False
+    ) -> Iterator[RunDirectory]:
+        """`create`, and held until the block ends: one run at a time writes into a directory.
+
+        Errors: as `create`; RunDirectoryError where another run is going on in it.
+        """
+        path = cls._path(root, name)
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        with _held(path):
+            yield cls.create(root, name, config, resume)
+
+    @classmethod
     def create(
         cls, root: str | Path, name: str, config: Mapping[str, Any], resume: bool = False
     ) -> RunDirectory:
         """Make `root/name` with its `config.json`, or open it again to resume.
 
-        With `resume` and nothing to resume, the run starts from the beginning. The config of a
-        resumed run is kept; torn last lines of its journals are cut off.
+        With `resume` and nothing to resume, the run starts from the beginning, and a warning says
+        so. The config of a resumed run is kept; broken last lines of its journals are cut off. A
+        run that failed before its first attempt left nothing, so its name is free.
         Errors: RunDirectoryError for a run that exists without `resume`, one whose `algorithm`,
-        `options` or `seed` differ from `config`'s (names them), a name that is not one folder's.
+        `options`, `seed`, `data` or policy differ from `config`'s (names them), a name that is not
+        one folder's.
         """
-        if name in {"", ".", ".."} or Path(name).name != name:
-            raise RunDirectoryError(f"a run's name must be the name of one folder, not {name!r}")
-        directory = cls(Path(root) / name)
+        directory = cls(cls._path(root, name))
         with _writing(directory.path):
             directory.checkpoints.mkdir(parents=True, exist_ok=True)
-        if not (directory.path / "config.json").exists():
+        if not directory._has_begun():
             if resume:
-                logger.info("nothing to resume in %s: starting from the beginning", directory.path)
+                logger.warning(
+                    "nothing to resume in %s: starting from the beginning", directory.path
+                )
             directory.write_json("config.json", config)
         elif resume:
             directory._check_same(config)
@@ -95,6 +126,19 @@ class RunDirectory:
                 "or another name"
             )
         return directory
+
+    @staticmethod
+    def _path(root: str | Path, name: str) -> Path:
+        if not isinstance(name, str) or name in {"", ".", ".."} or Path(name).name != name:
+            raise RunDirectoryError(f"a run's name must be the name of one folder, not {name!r}")
+        return Path(root) / name
+
+    def _has_begun(self) -> bool:
+        """Whether anything was earned here."""
+        journals = (self.path / name for name in ("rollouts.jsonl", "metrics.jsonl"))
+        return any(file.exists() and file.stat().st_size for file in journals) or any(
+            self.checkpoints.glob("checkpoint-*")
+        )
 
     @property
     def checkpoints(self) -> Path:
@@ -139,35 +183,48 @@ class RunDirectory:
 
     def latest_checkpoint(self) -> tuple[Path, int] | None:
         """The complete checkpoint of the highest step, and that step."""
-        found = [
+        found = self._complete_checkpoints()
+        if not found:
+            return None
+        step, path = found[-1]
+        return path, step
+
+    def keep_newest_checkpoints(self, keep: int) -> None:
+        """Remove all but the `keep` complete checkpoints of the highest steps. Call it once the
+        newest is marked complete, so that there is one to resume from at every moment."""
+        kept = {path for _, path in self._complete_checkpoints()[-keep:]}
+        for path in set(self.checkpoints.glob("checkpoint-*")) - kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _complete_checkpoints(self) -> list[tuple[int, Path]]:
+        """By their steps."""
+        return sorted(
             (step, path)
             for path in self.checkpoints.glob("checkpoint-*")
             if (step := _completed_step(path)) is not None
-        ]
-        if not found:
-            return None
-        step, path = max(found)
-        return path, step
+        )
 
     def _check_same(self, config: Mapping[str, Any]) -> None:
-        old = _flat({key: self.config().get(key) for key in _MUST_MATCH})
-        new = _flat({key: jsonable(config.get(key)) for key in _MUST_MATCH})
+        old, new = _compared(self.config()), _compared(config)
         differing = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
         if differing:
             changes = ", ".join(f"{k} (was {old.get(k)!r}, now {new.get(k)!r})" for k in differing)
             raise RunDirectoryError(
-                f"cannot resume {self.path}: its run had other options: {changes}. "
+                f"cannot resume {self.path}: its run had others: {changes}. "
                 "Give the old ones again, or another name to start a new run"
             )
 
     def _mend(self, name: str) -> None:
-        """Cut off a torn last line: what a killed process had begun to write."""
+        """Cut off a broken last line: what a killed process, or a machine, left half written."""
         path = self.path / name
         if not path.exists():
             return
         with _writing(path), path.open("r+b") as file:
             data = file.read()
             whole = data.rfind(b"\n") + 1
+            begin = data.rfind(b"\n", 0, max(0, whole - 1)) + 1
+            if not _is_json(data[begin:whole]):
+                whole = begin
             if whole < len(data):
                 logger.warning("%s: cutting off a torn last line", path)
                 file.truncate(whole)
@@ -210,6 +267,25 @@ def _replace(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Inside, no other process (or thread) holds the directory. The lock ends with its process."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path / ".lock", blocking=False)
+    with _writing(path):
+        try:
+            lock.acquire()
+        except Timeout:  # an OSError too
+            raise RunDirectoryError(
+                f"another run is going on in {path}: wait for its end, or give another name"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
@@ -232,6 +308,23 @@ def _completed_step(path: Path) -> int | None:
         return None
     complete = isinstance(marker, dict) and marker.get("complete") is True
     return marker.get("step") if complete else None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line or b"{}")
+    except ValueError:
+        return False
+    return True
+
+
+def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it resumes, by dotted keys."""
+    parts = {key: jsonable(config.get(key)) for key in _MUST_MATCH}
+    policy = config.get("policy")
+    if isinstance(policy, Mapping):
+        parts["policy"] = {key: jsonable(policy.get(key)) for key in _POLICY_MUST_MATCH}
+    return _flat(parts)
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -315,6 +315,52 @@ def test_runs_without_a_name_do_not_collide(make):
     assert len(runs) == 3
 
 
+def test_resuming_without_a_name_says_which_runs_there_are(make):
+    brain = make()
+    brain.train(TASKS, name="first")
+    with pytest.raises(ConfigurationError, match=r"give name=…; .* holds: first"):
+        brain.train(TASKS, resume=True)
+
+
+@pytest.mark.parametrize(
+    "other", [TASKS[::-1], TASKS[:1], [{**TASKS[0], "query": "?"}, *TASKS[1:]]]
+)
+def test_a_run_resumed_on_other_tasks_is_refused(make, other):
+    brain = make()
+    brain.train(TASKS, name="run")
+    with pytest.raises(RunDirectoryError, match=r"data \(was 'sha256"):
+        brain.train(other, name="run", resume=True)
+    brain.train(TASKS, name="run", resume=True)
+
+
+def test_a_report_that_cannot_be_written_costs_nothing_but_itself(make, caplog):
+    brain = make()
+    with brain.plugins.observing(SpoilingTheJournal()):
+        assert brain.train(TASKS, name="run").updates == 1
+    assert "the report was not written" in caplog.text
+
+
+class SpoilingTheJournal:
+    @hookimpl
+    def toolbrain_step_finished(self, run):
+        with (run.directory.path / "metrics.jsonl").open("a") as file:
+            file.write("not JSON\n")
+
+
+def test_an_observer_that_fails_in_words_is_said_in_words(make, caplog):
+    brain = make()
+    with brain.plugins.observing(OnAFullDisk()):
+        brain.train(TASKS, name="run")
+    assert "no room for the plot" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+class OnAFullDisk:
+    @hookimpl
+    def toolbrain_run_finished(self, run):
+        raise RunDirectoryError("no room for the plot")
+
+
 def test_a_run_resumed_with_other_options_is_refused(make):
     brain = make()
     brain.train(TASKS, name="run")

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 
 import pytest
 
@@ -82,6 +83,22 @@ def test_other_calls_after_a_different_reply_are_not_compared():
         adapter=FunctionAdapter(), policy=policy, agent=FunctionAgent(agent, [double])
     )
     assert probe_statefulness(runner, TASKS, seed=1) is None
+
+
+def test_the_probe_ends_when_it_is_asked_to_stop_whatever_its_tools_do():
+    stop, asleep = threading.Event(), threading.Event()
+
+    def sleeper(ask, task):
+        asleep.set()
+        stop.set()
+        time.sleep(3600)
+
+    rollouts = Rollouts(
+        adapter=FunctionAdapter(), agent=FunctionAgent(sleeper), policy=ScriptedPolicy(["x"])
+    )
+    with pytest.raises(KeyboardInterrupt):
+        probe_statefulness(rollouts, [Task("a", "?")], stop=stop)
+    assert asleep.is_set()
 
 
 def test_at_most_three_tasks_are_tried_each_twice_greedily_and_unscored():

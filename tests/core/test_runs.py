@@ -41,8 +41,15 @@ def test_a_new_directory_holds_the_config_and_room_for_checkpoints(tmp_path):
     assert sorted(p.name for p in directory.path.iterdir()) == ["checkpoints", "config.json"]
 
 
+def begun(root, config=CONFIG):
+    """A run that has earned something."""
+    directory = RunDirectory.create(root, "demo", config)
+    directory.append_rollouts([group()], step=1, iteration=0)
+    return directory
+
+
 def test_a_second_run_of_the_same_name_says_what_to_do(tmp_path):
-    RunDirectory.create(tmp_path, "demo", CONFIG)
+    begun(tmp_path)
     with pytest.raises(RunDirectoryError, match=r"resume=True.*another name"):
         RunDirectory.create(tmp_path, "demo", CONFIG)
 
@@ -53,14 +60,50 @@ def test_a_name_that_is_not_one_folders_is_refused(tmp_path, name):
         RunDirectory.create(tmp_path, name, CONFIG)
 
 
-def test_resume_with_nothing_there_starts_from_the_beginning(tmp_path):
+def test_a_run_that_failed_before_its_first_attempt_leaves_its_name_free(tmp_path):
+    RunDirectory.create(tmp_path, "demo", CONFIG).write_json("report.json", {})
+    mended = {**CONFIG, "seed": 1}
+    assert RunDirectory.create(tmp_path, "demo", mended).config() == mended
+
+
+def test_a_name_that_was_claimed_is_not_given_again(tmp_path):
+    assert [RunDirectory.claim(tmp_path / "runs", "grpo-12") for _ in range(3)] == [
+        "grpo-12",
+        "grpo-12-2",
+        "grpo-12-3",
+    ]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="cannot write"):
+        RunDirectory.claim(tmp_path / "file", "grpo-12")
+
+
+def test_one_run_at_a_time_writes_into_a_directory(tmp_path):
+    program = (
+        "import sys; from toolbrain_core.runs import RunDirectory\n"
+        "with RunDirectory.opened(sys.argv[1], 'demo', {}, resume=True): pass"
+    )
+
+    def another():
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    with RunDirectory.opened(tmp_path, "demo", {}):
+        refused = another()
+    assert refused.returncode == 1
+    assert "another run is going on in" in refused.stderr
+    allowed = another()
+    assert allowed.returncode == 0, allowed.stderr
+
+
+def test_resume_with_nothing_there_starts_from_the_beginning_and_says_so(tmp_path, caplog):
     directory = RunDirectory.create(tmp_path, "demo", CONFIG, resume=True)
     assert directory.config() == CONFIG
+    assert "nothing to resume" in caplog.text
     assert directory.latest_checkpoint() is None
 
 
 def test_resume_with_other_options_names_what_differs(tmp_path):
-    RunDirectory.create(tmp_path, "demo", CONFIG)
+    begun(tmp_path)
     other = {"algorithm": "sft", "options": {"learning_rate": 1e-4, "lora": {"r": 8}}, "seed": 0}
     with pytest.raises(RunDirectoryError) as error:
         RunDirectory.create(tmp_path, "demo", other, resume=True)
@@ -69,8 +112,19 @@ def test_resume_with_other_options_names_what_differs(tmp_path):
     assert "learning_rate" not in str(error.value)
 
 
+def test_resume_on_other_data_or_with_another_adapter_names_what_differs(tmp_path):
+    config = {**CONFIG, "data": "sha256 1", "policy": {"lora": {"r": 16}, "device": "cpu"}}
+    begun(tmp_path, config)
+    other = {**CONFIG, "data": "sha256 2", "policy": {"lora": {"r": 8}, "device": "cuda"}}
+    with pytest.raises(RunDirectoryError) as error:
+        RunDirectory.create(tmp_path, "demo", other, resume=True)
+    assert "data (was 'sha256 1', now 'sha256 2')" in str(error.value)
+    assert "policy.lora.r (was 16, now 8)" in str(error.value)
+    assert "device" not in str(error.value)
+
+
 def test_resume_keeps_the_config_where_only_versions_differ(tmp_path):
-    RunDirectory.create(tmp_path, "demo", {**CONFIG, "versions": {"torch": "1"}})
+    begun(tmp_path, {**CONFIG, "versions": {"torch": "1"}})
     again = RunDirectory.create(
         tmp_path, "demo", {**CONFIG, "versions": {"torch": "2"}}, resume=True
     )
@@ -119,6 +173,18 @@ def test_a_torn_last_line_is_cut_off_on_resume(tmp_path):
     assert [line["step"] for line in lines] == [1, 2]
 
 
+@pytest.mark.parametrize("broken", [b"garbage\n", b"\0\0\0\n", b'{"schema": 1,\n', b"\0\0"])
+def test_a_broken_last_line_is_cut_off_on_resume(tmp_path, broken):
+    directory = begun(tmp_path)
+    directory.append_metrics(1, "grpo", {"loss": 1.0})
+    for name in ("rollouts.jsonl", "metrics.jsonl"):
+        with (directory.path / name).open("ab") as file:
+            file.write(broken)
+    RunDirectory.create(tmp_path, "demo", CONFIG, resume=True)
+    for name in ("rollouts.jsonl", "metrics.jsonl"):
+        assert len(list(read_json_lines(directory.path / name))) == 1
+
+
 def test_writing_a_file_replaces_it_and_leaves_nothing_else(tmp_path):
     directory = RunDirectory.create(tmp_path, "demo", CONFIG)
     directory.write_json("report.json", {"n": 1})
@@ -139,6 +205,16 @@ def test_only_complete_checkpoints_count(tmp_path):
     assert directory.latest_checkpoint() == (directory.checkpoints / "checkpoint-10", 10)
     marker = json.loads((directory.checkpoints / "checkpoint-10" / "toolbrain.json").read_text())
     assert marker["seed"] == 4
+
+
+def test_the_newest_complete_checkpoints_stay_and_what_is_not_complete_counts_for_nothing(tmp_path):
+    directory = RunDirectory.create(tmp_path, "demo", CONFIG)
+    for step in (2, 4, 10, 12):
+        (directory.checkpoints / f"checkpoint-{step}").mkdir()
+        if step != 12:
+            directory.complete_checkpoint(directory.checkpoints / f"checkpoint-{step}", step)
+    directory.keep_newest_checkpoints(2)
+    assert {p.name for p in directory.checkpoints.iterdir()} == {"checkpoint-4", "checkpoint-10"}
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -129,7 +129,7 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]
                 {"prompt": [str(i) for i in range(len(self.schedule))]}
             ),
             processing_class=policy.tokenizer,
-            callbacks=[JournalCallback(run, self._step_figures)],
+            callbacks=[JournalCallback(run, self._step_figures, settings.keep_checkpoints)],
         )
         self.beta = settings.beta  # after __init__, which would build a reference of its own
 

@@ -95,7 +95,7 @@ class RowTrainer(SFTTrainer):  # type: ignore[misc]
             args=arguments,
             train_dataset=Dataset.from_dict(columns),
             processing_class=policy.tokenizer,
-            callbacks=[JournalCallback(run, self._step_figures)],
+            callbacks=[JournalCallback(run, self._step_figures, settings.keep_checkpoints)],
         )
         if len(self.train_dataset) != len(rows):
             raise AssertionError(f"{len(rows)} rows in, {len(self.train_dataset)} in the trainer")

@@ -99,7 +99,6 @@ def trainer_arguments(
         "activation_checkpointing": settings.gradient_checkpointing,
         "save_strategy": "steps" if settings.checkpoint_every else "no",
         "save_steps": settings.checkpoint_every or 1,
-        "save_total_limit": settings.keep_checkpoints,
         "report_to": report_to if isinstance(report_to, str) else list(report_to),
         "bf16": False,  # the policy's autocast is the only one
         "fp16": False,

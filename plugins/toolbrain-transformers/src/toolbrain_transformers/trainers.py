@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from toolbrain_core.errors import SamplerFailure, TrainingError
+from toolbrain_core.errors import RunDirectoryError, SamplerFailure, TrainingError
 from toolbrain_core.runs import Run
 
 from .policy import TransformersPolicy
@@ -26,12 +27,14 @@ _DROPPED = {"epoch", "num_tokens", "total_flos", "train_runtime", "train_loss"}
 class JournalCallback(TrainerCallback):
     """Writes a trainer's metrics and checkpoints into the run, and stops it when asked.
 
-    `extra` is called with the step for metrics beyond the trainer's own.
+    `extra` is called with the step for metrics beyond the trainer's own. The newest `keep`
+    checkpoints stay: Trainer's own rotation removes old ones before the new one is marked complete.
     """
 
-    def __init__(self, run: Run, extra: Callable[[], Mapping[str, Any]] = dict):
+    def __init__(self, run: Run, extra: Callable[[], Mapping[str, Any]] = dict, keep: int = 2):
         self.run = run
         self.extra = extra
+        self.keep = keep
         self.since = time.monotonic()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,6 +58,8 @@ class JournalCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         self.run.checkpoint_saved(path, state.global_step, {"metrics": dict(self.extra())})
+        if self.run.rank == 0:
+            self.run.directory.keep_newest_checkpoints(self.keep)
 
 
 class _OptimizerWatch(TrainerCallback):
@@ -83,11 +88,13 @@ def run_trainer(trainer: Any, run: Run, policy: TransformersPolicy) -> None:
     A checkpoint is written at the end, also of a run that was interrupted (`KeyboardInterrupt`
     goes on upwards), unless that was in the middle of an optimiser's step, and of one that cannot
     go on, if its weights are finite.
-    Errors: `TrainingError`, `SamplerFailure` that name the last good checkpoint.
+    Errors: `TrainingError`, `SamplerFailure` that name the last good checkpoint;
+    `RunDirectoryError` for one that cannot be written.
     """
     trainer.remove_callback(PrinterCallback)
     watch = _OptimizerWatch()
     trainer.add_callback(watch)
+    _write_checkpoints_in_words(trainer, run)
     resume = str(run.resume_from) if run.resume_from else None
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -106,6 +113,26 @@ def run_trainer(trainer: Any, run: Run, policy: TransformersPolicy) -> None:
     save_checkpoint(trainer, run)
     if run.stop.is_set():
         raise KeyboardInterrupt
+
+
+def _write_checkpoints_in_words(trainer: Any, run: Run) -> None:
+    """Where a checkpoint cannot be written: remove what there is of it, and say so."""
+    write = trainer._save_checkpoint
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        try:
+            write(*args, **kwargs)
+        except Exception as error:  # safetensors, tokenizers and torch have each their own
+            path = run.directory.checkpoints / f"checkpoint-{trainer.state.global_step}"
+            shutil.rmtree(path, ignore_errors=True)
+            latest = run.directory.latest_checkpoint()
+            kept = f"the last good checkpoint is {latest[0]}" if latest else "there is none before"
+            raise RunDirectoryError(
+                f"cannot write the checkpoint {path}: {' '.join(str(error).split())}; {kept}. Make "
+                "room (or the folder writable), then train again with resume=True"
+            ) from error
+
+    trainer._save_checkpoint = save
 
 
 def save_checkpoint(trainer: Any, run: Run) -> None:
