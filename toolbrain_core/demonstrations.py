@@ -24,7 +24,7 @@ def as_demonstrations(
     (what the agent should write first; the prompt is the agent's own).
     Errors: DataError naming the item.
     """
-    if isinstance(data, str | bytes | Mapping):
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise DataError(f"demonstrations must be a list, not one {type(data).__name__}")
     items = [_as_demonstration(item, i, adapter, agent, observe) for i, item in enumerate(data)]
     if not items:
@@ -40,16 +40,38 @@ def _as_demonstration(
 ) -> Demonstration | Rollout:
     if isinstance(item, Demonstration | Rollout):
         return item
-    if not isinstance(item, Mapping) or not {"messages", "completion"} & set(item):
+    # A table (a datasets.Dataset) has every column in every row, and None where nothing is.
+    given = {k: v for k, v in item.items() if v is not None} if isinstance(item, Mapping) else {}
+    if not {"messages", "completion"} & set(given):
         raise DataError(
             f"demonstration {index} needs 'query' and either 'messages' or 'completion': "
             f"{str(item)[:120]}"
         )
-    rest = {k: v for k, v in item.items() if k not in {"messages", "completion"}}
+    rest = {k: v for k, v in given.items() if k not in {"messages", "completion"}}
     task = as_tasks([{"id": str(index), **rest}])[0]
-    if "messages" in item:
-        return Demonstration(task, tuple(item["messages"]))
-    return with_completion(adapter, agent, task, str(item["completion"]), observe)
+    if "messages" in given:
+        return Demonstration(task, _messages(given["messages"], index))
+    completion = given["completion"]
+    if not isinstance(completion, str) or not completion.strip():
+        raise DataError(
+            f"demonstration {index}: 'completion' must be the text to write, not {completion!r:.60}"
+        )
+    return with_completion(adapter, agent, task, completion, observe)
+
+
+def _messages(messages: Any, index: int) -> tuple[Mapping[str, Any], ...]:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise DataError(
+            f"demonstration {index}: 'messages' must be a list of messages, not {messages!r:.60}"
+        )
+    kept = tuple(messages)
+    for message in kept:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"demonstration {index}: a message is a dict with 'role' and 'content', not "
+                f"{message!r:.60}"
+            )
+    return kept
 
 
 def with_completion(

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from .errors import ConfigurationError, DataError, ToolBrainError
-from .traces import read_json_lines
+from .traces import read_objects
 
 #: Keywords of `Brain` that have a flag of their own.
 _FLAGS = {
@@ -61,6 +61,8 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error})") from None
     if not isinstance(data, list):
         raise DataError(f"{path}: a list of tasks is needed, not {type(data).__name__}")
     return data
@@ -68,7 +70,7 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
 
 def _all_lines(path: Path) -> list[dict[str, Any]]:
     """Every line: a torn last one is normal in a journal, but here it is a task that was lost."""
-    tasks = list(read_json_lines(path))
+    tasks = [task for _, task in read_objects(path)]  # a task's own "schema" is none of ours
     with path.open(encoding="utf-8") as lines:
         written = sum(1 for line in lines if line.strip())
     if len(tasks) < written:
@@ -89,7 +91,8 @@ def load_target(where: str) -> Any:
         module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
     except ToolBrainError:
         raise
-    except Exception as error:  # the user's own module may raise anything; the cause is chained
+    # The user's own module may raise anything, or be a script that ends in exit().
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"{where!r}: importing {place} raised {type(error).__name__}: {error}"
         ) from error

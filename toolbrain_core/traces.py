@@ -272,10 +272,24 @@ def json_line(record: Any, **extra: Any) -> str:
 
 
 def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file. A torn last line (a run that was killed) is left out.
+    """The objects of a journal. A torn last line (a run that was killed) is left out.
 
-    Errors: DataError with file and line number for a line that is not a JSON object, or that a
-    newer toolbrain wrote.
+    Errors: as `read_objects`; DataError for a line that a newer toolbrain wrote.
+    """
+    for number, data in read_objects(path):
+        schema = data.get("schema", 1)
+        if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+            raise DataError(
+                f"{path}:{number}: schema {schema!r:.60}; this toolbrain reads up to "
+                f"{SCHEMA_VERSION}. Upgrade toolbrain-core."
+            )
+        yield data
+
+
+def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and object of each line of a JSONL file, but for a torn last line.
+
+    Errors: DataError with file and line number for a line that is not a JSON object.
     """
     # Bytes: str.splitlines also splits at U+2028 and U+0085, which JSON leaves as they are, and a
     # torn line may end inside a character.
@@ -291,12 +305,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
             raise DataError(f"{path}:{number}: not JSON ({error})") from None
         if not isinstance(data, dict):
             raise DataError(f"{path}:{number}: a JSON object is needed, not {data!r:.60}")
-        if data.get("schema", 1) > SCHEMA_VERSION:
-            raise DataError(
-                f"{path}:{number}: schema {data['schema']}; this toolbrain reads up to "
-                f"{SCHEMA_VERSION}. Upgrade toolbrain-core."
-            )
-        yield data
+        yield number, data
 
 
 def read_rollouts(path: str | Path) -> list[Rollout]:
@@ -319,10 +328,11 @@ def as_tasks(data: Iterable[Any]) -> list[Task]:
         raise DataError(
             f"tasks must be a list of dicts or Task objects, not one {type(data).__name__}"
         )
-    try:
-        tasks = [_as_task(item, index) for index, item in enumerate(data)]
-    except TypeError as error:
-        raise DataError(f"tasks must be an iterable of dicts or Task objects: {error}") from None
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"tasks must be an iterable of dicts or Task objects, not {type(data).__name__}"
+        )
+    tasks = [_as_task(item, index) for index, item in enumerate(data)]
     if not tasks:
         raise DataError("no tasks: give at least one {'query': …, 'gold_answer': …}")
     seen: dict[str, int] = {}
@@ -342,14 +352,20 @@ def _as_task(item: Any, index: int) -> Task:
         rest = {
             k: v for k, v in item.items() if k not in {"id", "query", "gold_answer", "metadata"}
         }
+        own = item.get("metadata") or {}
+        if not isinstance(own, Mapping):
+            raise DataError(f"task {index}: 'metadata' must be a dict, not {own!r:.60}")
         task = Task(
-            id=str(item.get("id", index)),
+            # A table has an id in every row, and None where there is none.
+            id=str(index if item.get("id") is None else item["id"]),
             query=item.get("query", ""),
             gold_answer=item.get("gold_answer"),
-            metadata={**rest, **(item.get("metadata") or {})},
+            metadata={**rest, **own},
         )
     else:
         raise DataError(f"task {index} is a {type(item).__name__}; a dict or a Task is needed")
+    if not isinstance(task.metadata, Mapping):
+        raise DataError(f"task {index}: 'metadata' must be a dict, not {task.metadata!r:.60}")
     if not isinstance(task.query, str) or not task.query.strip():
         raise DataError(f"task {index} (id {task.id!r}) has no 'query': {str(item)[:120]}")
     return task

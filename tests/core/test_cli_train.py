@@ -138,6 +138,22 @@ def test_a_wrong_name_or_option_is_one_message(folder, arguments, message):
     assert "Traceback" not in done.stderr
 
 
+def test_a_task_may_have_a_schema_of_its_own(folder):
+    task = {"query": "zero?", "gold_answer": 0, "schema": "CREATE TABLE t (n INT)"}
+    (folder / "sql.jsonl").write_text(json.dumps(task) + "\n")
+    arguments = ("evaluate", "my_agent:agent", "--tasks", "sql.jsonl", "--json")
+    done = toolbrain(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["accuracy"] == 1.0
+
+
+def test_a_module_that_exits_is_an_error_and_no_success(folder):
+    (folder / "script.py").write_text("raise SystemExit(0)")
+    done = toolbrain(folder, "train", "script:agent", *TRAIN, "--reward", "exact-match")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: 'script:agent': importing script raised SystemExit")
+
+
 def test_evaluate_prints_json_for_programs_and_lines_for_people(folder):
     arguments = ("evaluate", "my_agent:agent", "--tasks", "tasks.jsonl", "--attempts", "2")
     done = toolbrain(folder, *arguments, "--json")

@@ -68,6 +68,15 @@ def test_demonstrations_and_rollouts_pass_and_may_be_mixed_with_dicts():
     assert third.task.id == "2"
 
 
+def test_rows_of_a_table_have_none_where_they_have_nothing():
+    rows = [
+        {"id": None, "query": "2 + 2?", "messages": None, "completion": "4"},
+        {"id": None, "query": "2 + 2?", "messages": TALK, "completion": None},
+    ]
+    shown, told = as_demonstrations(rows, ADAPTER, AGENT)
+    assert [shown.messages[-1]["content"], told.messages] == ["4", tuple(TALK)]
+
+
 def test_any_iterable_will_do():
     generator = ({"query": f"{n}?", "messages": TALK} for n in range(3))
     made_of = as_demonstrations(generator, ADAPTER, AGENT)
@@ -83,6 +92,13 @@ def test_any_iterable_will_do():
         ("query", "must be a list, not one str"),
         ([{"query": "?", "completion": "!"}, {"query": "?"}], "demonstration 1 needs 'query' and"),
         ([3], "demonstration 0 needs"),
+        (None, "must be a list, not one NoneType"),
+        ([{"query": "?", "messages": None, "completion": None}], "demonstration 0 needs"),
+        ([{"query": "?", "completion": 4}], "demonstration 0: 'completion' must be the text"),
+        ([{"query": "?", "completion": " "}], "demonstration 0: 'completion' must be the text"),
+        ([{"query": "?", "messages": "hi"}], "demonstration 0: 'messages' must be a list"),
+        ([{"query": "?", "messages": ["hi"]}], "a message is a dict with 'role'"),
+        ([{"query": "?", "messages": [{"content": "hi"}]}], "a message is a dict with 'role'"),
         ([{"completion": "4"}], "no 'query'"),
         ([{"query": " ", "messages": TALK}], "no 'query'"),
     ],

@@ -143,6 +143,8 @@ def test_tasks_come_from_dicts_and_tasks_and_keep_unknown_keys_as_metadata():
         ([{"query": "  "}], "has no 'query'"),
         ([{"query": 5}], "has no 'query'"),
         ([{"query": "q"}, "r"], "task 1 is a str"),
+        ([{"query": "q", "metadata": "x"}], "task 0: 'metadata' must be a dict, not 'x'"),
+        ([Task("x", "q", metadata=None)], "task 0: 'metadata' must be a dict, not None"),
         ({"query": "q"}, "a list of dicts"),
         (7, "an iterable of dicts"),
         ([{"id": "x", "query": "q"}, {"id": "x", "query": "r"}], "tasks 0 and 1 share the id 'x'"),
@@ -151,6 +153,16 @@ def test_tasks_come_from_dicts_and_tasks_and_keep_unknown_keys_as_metadata():
 def test_tasks_that_cannot_be_used_are_named(data, message):
     with pytest.raises(DataError, match=message):
         as_tasks(data)
+
+
+def test_an_id_that_is_none_is_the_position_as_in_rows_of_a_table():
+    rows = [{"id": None, "query": "q", "metadata": None}, {"id": None, "query": "r"}]
+    assert [task.id for task in as_tasks(rows)] == ["0", "1"]
+
+
+def test_what_an_iterable_of_tasks_raises_is_not_taken_for_bad_data():
+    with pytest.raises(TypeError, match="NoneType"):
+        as_tasks({"query": None + n} for n in range(2))
 
 
 def journal(tmp_path, content):
@@ -174,7 +186,12 @@ def test_a_torn_character_and_unicode_line_separators_are_no_line_ends(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [(b"[1]", "a JSON object is needed"), (b'{"schema": 99}', "Upgrade")]
+    ("line", "message"),
+    [
+        (b"[1]", "a JSON object is needed"),
+        (b'{"schema": 99}', "Upgrade"),
+        (b'{"schema": "x"}', "Upgrade"),
+    ],
 )
 def test_foreign_lines_are_named(tmp_path, line, message):
     with pytest.raises(DataError, match=message):
