@@ -23,6 +23,9 @@ from .answers import answers_match
 from .errors import ConfigurationError
 from .traces import Failure, Group, RewardResult, Task, Trace
 
+#: Scores beyond it overflow: their squares in a float, they themselves in float32.
+_LARGEST = 1e30
+
 Shape = Literal["trace", "traces", "group"]
 
 _WHAT_TO_GIVE = (
@@ -276,6 +279,8 @@ def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"returned {number}; a finite number is needed")
+    if abs(number) > _LARGEST:
+        raise ValueError(f"returned {number}; a number within ±{_LARGEST:g} is needed")
     return number
 
 

@@ -220,6 +220,7 @@ async def _async_failure(trace):
     [
         lambda trace: float("nan"),
         lambda trace: float("inf"),
+        lambda trace: -1e200,
         lambda trace: None,
         lambda trace: "1.0",
         lambda trace: [1.0],

@@ -102,6 +102,7 @@ def test_equal_or_missing_scores_give_finite_advantages(scale):
         ([group(0.0, 0.0), group(0.0, 0.0)], ["all 4 rewards were 0", "too hard", "sft"]),
         ([group(1.0, 1.0)], ["all 2 rewards were 1", "too easy"]),
         ([group(0.0, 0.0), group(1.0, 1.0)], ["never within a group", "attempts="]),
+        ([], ["no step left", "metrics.jsonl"]),
         ([group(1.0, 0.0, errors=LOST)], ["no attempt could be scored (2 attempts", "time_limit"]),
         ([group(None, None)], ["no attempt could be scored", "the reward failed"]),
         # What the agents did wrong is not why these could not be scored.

@@ -66,12 +66,17 @@ def _group_advantages(
 def why_no_signal(groups: Sequence[Group], on_error: OnError = "mask") -> str:
     """In words, why none of these groups could teach anything, and what to try."""
     attempts = [r for group in groups for r in group.rollouts]
+    if not attempts:
+        return (
+            "the run that was resumed had no step left, and none before had a group with signal. "
+            "Its metrics.jsonl and rollouts.jsonl show how its attempts were scored."
+        )
     scored = [s for r in attempts if (s := score_of(r)) is not None]
     if not scored:
         causes = [_why_unscored(r) for r in attempts]
         return (
             f"no attempt could be scored ({len(attempts)} attempts; most often: "
-            f"{statistics.mode(causes)}). Look at the errors in rollouts.jsonl."
+            f"{statistics.mode(causes)}). All errors are in rollouts.jsonl."
         )
     scores = [s for r in attempts if (s := score_of(r, on_error)) is not None]
     if min(scores) == max(scores):
@@ -96,4 +101,7 @@ def why_no_signal(groups: Sequence[Group], on_error: OnError = "mask") -> str:
 
 def _why_unscored(rollout: Rollout) -> str:
     error = rollout.trace.error
-    return error.kind if error and not error.is_own_mistake else "the reward failed"
+    lost = error and not error.is_own_mistake
+    word = error.kind if error and lost else "the reward failed"
+    failure = error if lost else rollout.reward and rollout.reward.failure
+    return f"{word}: {failure.message:.200}" if failure and failure.message else word
