@@ -15,16 +15,16 @@ from typing import Any, Literal, cast
 import attrs
 
 from .demonstrations import as_demonstrations
-from .errors import ConfigurationError, DataError, ToolBrainError
+from .errors import ConfigurationError, DataError, ToolBrainError, UnsupportedAgent
 from .evaluation import Evaluation, evaluate_groups
-from .options import build, change, option_names, refuse_unknown
+from .options import build, change, check_types, option_names, refuse_unknown
 from .plugins import PluginManager, default_manager
 from .probe import probe_statefulness
 from .progress import ProgressObserver, watched
 from .report import write_report
 from .rewards import as_reward, check_reward
 from .roles import AgentAdapter, Algorithm, Observe, Policy, Reward
-from .rollouts import Rollouts
+from .rollouts import Rollouts, check_limits
 from .runs import Run, RunDirectory, TrainResult, interruptible
 from .traces import Demonstration, Group, Rollout, Task, ToolCall, Trace, as_tasks, jsonable
 
@@ -70,6 +70,20 @@ class Brain:
         plugins: PluginManager | None = None,
         **options: Any,
     ):
+        given = {
+            "setup": setup,
+            "teardown": teardown,
+            "observe": observe,
+            "concurrency": concurrency,
+            "time_limit": time_limit,
+            "probe": probe,
+            "seed": seed,
+            "run_dir": run_dir,
+            "progress": progress,
+            "plugins": plugins,
+        }
+        check_types(given, Brain.__init__, "Brain")
+        check_limits(concurrency, time_limit)
         self.plugins = plugins or default_manager()
         self.seed = seed
         self.run_dir = Path(run_dir)
@@ -83,6 +97,7 @@ class Brain:
         self._algorithm, rest = self._split(algorithm, policy_class, options)
         if isinstance(rest.get("sampler"), str):
             rest["sampler"] = self.plugins.registries["samplers"].get(rest["sampler"])()
+        check_types(rest, policy_class.__init__, "the policy")
         seeded = {"seed": seed, **rest} if "seed" in option_names(policy_class) else rest
         self.policy = cast(Policy, policy_class(ref, **seeded))
         self._observe = observe
@@ -284,9 +299,16 @@ class Brain:
 
     def _agent_of(self, agent: Any) -> tuple[Any, Callable[[], Any] | None]:
         """The agent to look at, and the function that builds one for each attempt, if any."""
-        if self.plugins.match_agent(agent) is None and callable(agent):
+        if self.plugins.match_agent(agent) is not None or not callable(agent):
+            return agent, None
+        try:
             return agent(), agent
-        return agent, None
+        except Exception as error:  # a model, a class, or a function that raises
+            what = getattr(agent, "__name__", f"an object of class {type(agent).__name__}")
+            raise UnsupportedAgent(
+                f"{what} is neither an agent that an installed plugin knows nor a function that "
+                f"makes one: calling it without arguments raised {type(error).__name__}: {error}"
+            ) from error
 
     def _adapter_of(self, agent: Any) -> AgentAdapter:
         name = self.plugins.match_agent(agent)

@@ -71,12 +71,7 @@ class Rollouts:
             raise ConfigurationError(
                 "give either an agent or make_agent, a function that builds one"
             )
-        if self.concurrency < 1:
-            raise ConfigurationError(f"concurrency must be at least 1, not {self.concurrency}")
-        if self.time_limit is not None and self.time_limit <= 0:
-            raise ConfigurationError(
-                f"time_limit must be a positive number of seconds or None, not {self.time_limit}"
-            )
+        check_limits(self.concurrency, self.time_limit)
 
     def run(
         self,
@@ -102,8 +97,8 @@ class Rollouts:
         KeyboardInterrupt, within a second, on Ctrl-C or once `stop` is set: every open session is
         then closed and no thread is waited for.
         """
-        if attempts < 1:
-            raise ConfigurationError(f"attempts must be at least 1, not {attempts}")
+        if not isinstance(attempts, int) or attempts < 1:
+            raise ConfigurationError(f"attempts must be a number of at least 1, not {attempts!r}")
         batch = _Batch(self, tasks, attempts, sampling, purpose)
         seen: Counter[str] = Counter()
         for index, task in enumerate(tasks):
@@ -114,6 +109,16 @@ class Rollouts:
                 batch.waiting.append((index, key))
         with self.policy.serving():
             return batch.run(on_group, stop)
+
+
+def check_limits(concurrency: int, time_limit: float | None) -> None:
+    """Errors: ConfigurationError for a value that attempts cannot be run with."""
+    if concurrency < 1:
+        raise ConfigurationError(f"concurrency must be at least 1, not {concurrency}")
+    if time_limit is not None and time_limit <= 0:
+        raise ConfigurationError(
+            f"time_limit must be a positive number of seconds or None, not {time_limit}"
+        )
 
 
 @define(eq=False)

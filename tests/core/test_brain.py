@@ -297,6 +297,36 @@ def test_an_unknown_reward_has_a_suggestion(make):
         make(reward_func="exact-mach")
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"concurrency": "8"}, "concurrency='8': a whole number"),
+        ({"concurrency": 0}, "concurrency must be at least 1"),
+        ({"time_limit": "x"}, "time_limit='x': a number or None"),
+        ({"probe": "no"}, "probe='no': true or false"),
+        ({"setup": "x"}, "setup='x': something to call"),
+        ({"seed": 1.5}, r"seed=1\.5: a whole number"),
+        ({"attempts": "2"}, "counting refuses attempts='2': a whole number"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_in_words(make, options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        make(**options)
+
+
+class Model:
+    """What is not an agent, and can be called all the same."""
+
+    def __call__(self, messages):
+        raise AssertionError("never reached")
+
+
+@pytest.mark.parametrize("agent", [Model(), FunctionAgent, lambda task: None, lambda: 1 / 0])
+def test_what_is_no_agent_and_makes_none_is_refused_in_words(make, agent):
+    with pytest.raises(UnsupportedAgent, match=r"neither an agent .* nor a function"):
+        make(agent)
+
+
 # The run directory -------------------------------------------------------------------------------
 
 

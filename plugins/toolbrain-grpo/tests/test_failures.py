@@ -6,13 +6,21 @@ import itertools
 import json
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from smolagents import CodeAgent, TransformersModel
 
 from toolbrain_core import Brain
-from toolbrain_core.errors import ConfigurationError, DataError, NotServed, TrainingError
+from toolbrain_core.errors import (
+    ConfigurationError,
+    DataError,
+    NotServed,
+    RunDirectoryError,
+    TrainingError,
+)
 from toolbrain_core.hookspecs import hookimpl
 from toolbrain_core.traces import read_rollouts
 
@@ -190,6 +198,28 @@ def test_a_gradient_that_is_not_finite_stops_too_and_what_was_learned_is_saved(
 # Bad input ---------------------------------------------------------------------------------------
 
 
+def test_a_checkpoint_that_cannot_be_written_is_one_message_and_the_last_one_stays(
+    make_brain, tasks, tmp_path, monkeypatch
+) -> None:
+    brain = make_brain(checkpoint_every=1, keep_checkpoints=1)
+    tokenizer, write = type(brain.policy.tokenizer), type(brain.policy.tokenizer).save_pretrained
+    calls = itertools.count()
+
+    def full_at_the_second(*args: Any, **kwargs: Any) -> Any:
+        if next(calls):
+            raise Exception("No space left on device (os error 28)")  # as tokenizers does
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", full_at_the_second)
+    with pytest.raises(RunDirectoryError, match=r"checkpoint-2: No space.*checkpoint-1\. Make"):
+        brain.train(tasks(3), name="run")
+    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-1"]
+    monkeypatch.setattr(tokenizer, "save_pretrained", write)
+    assert brain.train(tasks(3), name="run", resume=True).steps == 3
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-3"]
+
+
 def test_a_model_without_a_template_is_refused_before_the_first_rollout(make_agent) -> None:
     agent = make_agent()
     agent.model.tokenizer.chat_template = None
@@ -214,11 +244,43 @@ def test_an_option_of_nobody_lists_those_of_the_algorithm_and_of_the_policy(make
 
 @pytest.mark.parametrize(
     "options",
-    [{"attempts": 1}, {"loss_type": "ppo"}, {"temperature": 0}, {"beta": -1}, {"trl": None}],
+    [
+        {"attempts": 1},
+        {"attempts": 2.5},
+        {"loss_type": "ppo"},
+        {"temperature": 0},
+        {"beta": -1},
+        {"trl": None},
+        {"max_new_tokens": 0},
+        {"shuffle": "False"},
+        {"epsilon": "x"},
+        {"dtype": "fp8"},
+        {"tree": "banana"},
+        {"max_batch": 0},
+        {"max_context": -1},
+        {"lora": True},
+        {"lora": {"rank": 8}},
+        {"lora": {"r": 0}},
+        {"lora": {"target_modules": "nope"}},
+        {"sampler": 5},
+        {"concurrency": 0},
+    ],
+    ids=str,
 )
-def test_a_value_out_of_range_names_the_option(make_brain, options) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        make_brain(**options)
+def test_a_value_that_cannot_be_used_names_the_option_and_leaves_the_agent_alone(
+    agent, options
+) -> None:
+    settings = {"algorithm": "grpo", "progress": False}
+    with pytest.raises(ConfigurationError, match=f"(?i){next(iter(options))}"):
+        Brain(agent, **{**settings, **options})
+    assert not getattr(agent.model.model, "peft_config", None)
+
+
+@pytest.fixture(scope="module")
+def agent(model_dir: Path) -> CodeAgent:
+    """One that no Brain is made of."""
+    model = TransformersModel(model_id=str(model_dir), device_map="cpu", max_new_tokens=8)
+    return CodeAgent(tools=[], model=model)
 
 
 def test_a_folder_that_is_no_save_is_refused(make_agent, tmp_path) -> None:

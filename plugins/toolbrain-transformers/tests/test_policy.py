@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 from peft import AutoPeftModelForCausalLM, PeftModel
 from toolbrain_transformers.policy import Lora, TransformersPolicy
+from toolbrain_transformers.sampler import InProcessSampler
 from toolbrain_transformers.testing import tiny_config
 from transformers import (
     AutoModelForCausalLM,
@@ -102,6 +103,18 @@ def test_a_model_that_carries_an_adapter_is_refused(make_policy, make_model):
     given = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules="all-linear"))
     with pytest.raises(NotServed, match="already carries an adapter"):
         make_policy(given)
+
+
+def test_a_sampler_that_refuses_leaves_the_model_as_it_was(make_policy, make_model):
+    class Refusing(InProcessSampler):
+        def check(self, policy: Any) -> None:
+            raise NotServed("not this one")
+
+    model = make_model()
+    before = logits(model)
+    with pytest.raises(NotServed, match="not this one"):
+        make_policy(model, sampler=Refusing())
+    assert torch.equal(logits(make_policy(model).model), before)
 
 
 def test_without_an_adapter_every_weight_is_trained(make_policy, make_model, tmp_path):

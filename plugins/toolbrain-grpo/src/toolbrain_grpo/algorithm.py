@@ -42,14 +42,18 @@ class Grpo(TrainerSettings):
     tasks_per_step: int = field(default=4, validator=validators.gt(0))
     updates_per_batch: int = field(default=1, validator=validators.gt(0))
     temperature: float = field(default=1.0, validator=validators.gt(0))
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = field(
+        default=None, validator=validators.optional(validators.gt(0))
+    )
     loss_type: LossType = field(
         default="dapo",
         validator=validators.in_(LossType.__args__),  # type: ignore[attr-defined]
     )
     beta: float = field(default=0.0, validator=validators.ge(0))
-    epsilon: float = 0.2
-    epsilon_high: float | None = 0.28
+    epsilon: float = field(default=0.2, validator=validators.ge(0))
+    epsilon_high: float | None = field(
+        default=0.28, validator=validators.optional(validators.ge(0))
+    )
     scale_rewards: Literal["group", "batch", "none"] = field(
         default="group", validator=validators.in_(("group", "batch", "none"))
     )

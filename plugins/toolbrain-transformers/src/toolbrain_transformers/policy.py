@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import peft
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen, validators
 
 from toolbrain_core.errors import ConfigurationError, ContextOverflow, DataError, NotServed
+from toolbrain_core.options import build, option_names, refuse_unknown
 from toolbrain_core.roles import AttemptKey, ChatRequest, ModelRef, Row, Sampler
 from toolbrain_core.saving import check_replaceable, whole_directory
 from toolbrain_core.traces import Sampling, Trace, Turn
@@ -45,8 +46,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Lora:
     """Low-rank adapters (Hu et al., 2021, arXiv 2106.09685) on linear layers, not on the head."""
 
-    r: int = 16
-    alpha: float = 32
+    r: int = field(default=16, validator=validators.gt(0))
+    alpha: float = field(default=32, validator=validators.gt(0))
     target_modules: str | tuple[str, ...] = "all-linear"
 
 
@@ -81,6 +82,13 @@ class TransformersPolicy:
         sampler: Sampler | None = None,
         seed: int = 0,
     ):
+        for name, value, least in (
+            ("max_context", max_context, 1),
+            ("max_batch", max_batch, 1),
+            ("max_cache_bytes", max_cache_bytes, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigurationError(f"{name} must be at least {least}, not {value}")
         self.ref = ref
         self.processor = ref.processor
         self.tokenizer = getattr(ref.processor, "tokenizer", ref.processor)
@@ -92,16 +100,22 @@ class TransformersPolicy:
         self.eos_ids = eos_ids_of(base, self.tokenizer)
         self._own_sampling = sampling_of(base, ref)
         self.context_length = max_context or _context_length(base)
-        self.lora = Lora(**lora) if isinstance(lora, Mapping) else lora
-        self.model = self._with_adapter(base, adapter, seed)
-        self.model.eval()
+        self.lora = _lora(lora)
         self.tree = self._tree(tree)
         self.max_batch = max_batch
         self.max_cache_bytes = max_cache_bytes
         self.sampler: Sampler = sampler or InProcessSampler()
-        self.sampler.check(self)
         self._serving = 0
         self._training = False
+        # Last, and undone where the sampler refuses: the agent's model is left as it was found.
+        self.model = self._with_adapter(base, adapter, seed)
+        self.model.eval()
+        try:
+            self.sampler.check(self)
+        except BaseException:
+            if self.is_adapted:
+                del self.model.unload().peft_config
+            raise
 
     # Serving ---------------------------------------------------------------------------------
 
@@ -372,7 +386,18 @@ class TransformersPolicy:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks by an old name
             torch.manual_seed(seed)
-            return peft.get_peft_model(base, config)
+            try:
+                return peft.get_peft_model(base, config)
+            except ValueError as error:
+                raise ConfigurationError(f"{self.lora}: {error}") from error
+
+
+def _lora(given: Lora | Mapping[str, Any] | None) -> Lora | None:
+    if not isinstance(given, Mapping):
+        return given
+    refuse_unknown(given, {"lora": option_names(Lora)}, "lora")
+    made: Lora = build(Lora, "lora", given)
+    return made
 
 
 def _lora_of(config: Any) -> Lora:

@@ -59,8 +59,8 @@ class TrainerSettings:
     learning_rate: float = field(default=2e-4, validator=validators.gt(0.0))
     schedule: str = "constant"
     warmup_steps: int = field(default=0, validator=validators.ge(0))
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    weight_decay: float = field(default=0.0, validator=validators.ge(0))
+    max_grad_norm: float = field(default=1.0, validator=validators.ge(0))
     optimizer: str = "adamw_torch"
     max_tokens_per_step: int = field(default=8192, validator=_positive)
     gradient_checkpointing: bool = False
