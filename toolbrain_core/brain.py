@@ -303,7 +303,7 @@ class Brain:
             return agent, None
         try:
             return agent(), agent
-        except Exception as error:  # a model, a class, or a function that raises
+        except (Exception, SystemExit) as error:  # a model, a class, a script's main()
             what = getattr(agent, "__name__", f"an object of class {type(agent).__name__}")
             raise UnsupportedAgent(
                 f"{what} is neither an agent that an installed plugin knows nor a function that "

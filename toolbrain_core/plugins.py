@@ -164,7 +164,7 @@ class PluginManager:
                 loaded.call(hook_name, **arguments)
             except ToolBrainError as error:  # in words already
                 logger.error("%s: %s was skipped: %s", loaded.provider, hook_name, error)
-            except Exception:  # an observer must never stop a run
+            except (Exception, SystemExit):  # an observer must never stop a run
                 logger.exception("%s: %s failed and was skipped", loaded.provider, hook_name)
 
     def commands(self, cli: click.Group) -> None:
@@ -176,7 +176,7 @@ class PluginManager:
             own = Group()
             try:
                 loaded.call("toolbrain_register_commands", cli=own)
-            except Exception:  # `toolbrain` must work whatever a plugin does
+            except (Exception, SystemExit):  # `toolbrain` must work whatever a plugin does
                 logger.exception("%s: its commands could not be added", loaded.provider)
                 continue
             for name, command in own.commands.items():
@@ -227,7 +227,7 @@ class PluginManager:
             return loaded.call(hook_name, **arguments)
         except ToolBrainError:  # said to the user on purpose
             raise
-        except Exception:
+        except (Exception, SystemExit):
             logger.exception("%s: %s failed and was skipped", loaded.provider, hook_name)
             return None
 

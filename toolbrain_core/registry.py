@@ -167,7 +167,8 @@ class Registry:
     def _load(self, entry: _Entry) -> Any:
         try:
             return pkgutil.resolve_name(entry.target)
-        except Exception as error:  # a plugin's module may raise anything; the cause is chained
+        # A plugin's module may raise anything, or exit; the cause is chained.
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"the {self.kind} {entry.name!r} of {entry.provider} could not be imported from "
                 f"{entry.target!r}: {type(error).__name__}: {error}. "

@@ -23,8 +23,8 @@ from .answers import answers_match
 from .errors import ConfigurationError
 from .traces import Failure, Group, RewardResult, Task, Trace
 
-#: Scores beyond it overflow: their squares in a float, they themselves in float32.
-_LARGEST = 1e30
+#: The squares of scores beyond it are too large for a float.
+_LARGEST = 1e150
 
 Shape = Literal["trace", "traces", "group"]
 

@@ -346,11 +346,12 @@ def test_an_agent_that_nothing_runs_is_told_what_to_install():
     assert "smolagents.agents.CodeAgent: pip install toolbrain-smolagents" in str(error)
 
 
-def test_an_observer_that_raises_is_logged_and_the_others_still_hear(caplog):
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_an_observer_that_raises_is_logged_and_the_others_still_hear(caplog, kind):
     heard = []
 
     def broken(run):
-        raise RuntimeError("observer broke")
+        raise kind("observer broke")
 
     manager = PluginManager.with_plugins(
         plugin(toolbrain_run_started=broken),

@@ -104,4 +104,7 @@ def _why_unscored(rollout: Rollout) -> str:
     lost = error and not error.is_own_mistake
     word = error.kind if error and lost else "the reward failed"
     failure = error if lost else rollout.reward and rollout.reward.failure
-    return f"{word}: {failure.message:.200}" if failure and failure.message else word
+    if not failure or not failure.message:
+        return word
+    kind = f"{failure.exception}: " if lost and failure.exception else ""
+    return f"{word}: {kind}{failure.message:.200}"

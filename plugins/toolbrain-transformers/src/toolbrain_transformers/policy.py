@@ -365,7 +365,10 @@ class TransformersPolicy:
             )
         if adapter is not None:
             if not (Path(adapter) / "adapter_config.json").is_file():
-                raise DataError(f"{adapter} holds no adapter (no adapter_config.json)")
+                raise DataError(
+                    f"{adapter} holds no adapter (no adapter_config.json). A whole model (saved "
+                    "with lora=None, or merged) is given to the agent instead"
+                )
             model = peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
             self.lora = _lora_of(model.peft_config["default"])
             return model
