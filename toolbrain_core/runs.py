@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Parts of config.json in which a resumed run must equal the one it resumes.
 _MUST_MATCH = ("algorithm", "options", "seed", "data")
-#: The same of `policy`: what its checkpoints can be loaded into.
-_POLICY_MUST_MATCH = ("class", "lora", "trainable_parameters")
+#: The same of `policy`: what its checkpoints can be loaded into, and what they were trained in.
+_POLICY_MUST_MATCH = ("class", "lora", "trainable_parameters", "dtype", "compute_dtype")
 
 
 @frozen
@@ -104,8 +104,8 @@ class RunDirectory:
         so. The config of a resumed run is kept; broken last lines of its journals are cut off. A
         run that failed before its first attempt left nothing, so its name is free.
         Errors: RunDirectoryError for a run that exists without `resume`, one whose `algorithm`,
-        `options`, `seed`, `data` or policy differ from `config`'s (names them), a name that is not
-        one folder's.
+        `options`, `seed`, `data` or policy (adapter, precision) differ from `config`'s (names
+        them), a name that is not one folder's.
         """
         directory = cls(cls._path(root, name))
         with _writing(directory.path):

@@ -107,6 +107,7 @@ def ours(options: argparse.Namespace, attempts: int) -> Measure:
         learning_rate=3e-5,
         checkpoint_every=0,
         lora={"r": 8, "alpha": 16, "target_modules": ("q_proj", "v_proj")},
+        dtype="fp32",  # as the peer computes
         tree="require",
         probe=False,
         progress=False,

@@ -40,7 +40,7 @@ def load_policy(dtype: str = "fp32", lora: Lora | None = LORA) -> TransformersPo
     computed once; a fallback is an error."""
     model, tokenizer = load_base(dtype)
     ref = ModelRef("transformers", model, tokenizer, name=str(embedded_model_path()))
-    policy = TransformersPolicy(ref, lora=lora, tree="require")
+    policy = TransformersPolicy(ref, lora=lora, dtype=dtype, tree="require")
     policy.eos_ids = frozenset()
     return policy
 

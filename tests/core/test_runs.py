@@ -123,6 +123,18 @@ def test_resume_on_other_data_or_with_another_adapter_names_what_differs(tmp_pat
     assert "device" not in str(error.value)
 
 
+def test_resume_in_another_precision_is_refused_and_on_another_device_is_not(tmp_path):
+    policy = {"dtype": "bfloat16", "compute_dtype": "bf16", "device": "cuda:0"}
+    begun(tmp_path, {**CONFIG, "policy": policy})
+    elsewhere = {**CONFIG, "policy": {**policy, "device": "cpu"}}
+    RunDirectory.create(tmp_path, "demo", elsewhere, resume=True)
+    other = {**CONFIG, "policy": {**policy, "dtype": "float32", "compute_dtype": "fp32"}}
+    with pytest.raises(RunDirectoryError) as error:
+        RunDirectory.create(tmp_path, "demo", other, resume=True)
+    assert "policy.compute_dtype (was 'bf16', now 'fp32')" in str(error.value)
+    assert "device" not in str(error.value)
+
+
 def test_resume_keeps_the_config_where_only_versions_differ(tmp_path):
     begun(tmp_path, {**CONFIG, "versions": {"torch": "1"}})
     again = RunDirectory.create(

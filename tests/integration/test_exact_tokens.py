@@ -28,9 +28,7 @@ def price(item: str) -> float:
 @pytest.fixture(scope="module", params=["code", "toolcalling"])
 def traces(request: pytest.FixtureRequest) -> tuple[Brain, list[Trace]]:
     """Eight attempts of three steps each, sampled at temperature 1."""
-    model = TransformersModel(
-        str(embedded_model_path()), torch_dtype="float32", max_new_tokens=20, do_sample=False
-    )
+    model = TransformersModel(str(embedded_model_path()), max_new_tokens=20, do_sample=False)
     kind: Any = CodeAgent if request.param == "code" else ToolCallingAgent
     agent = kind(
         [price],
@@ -39,7 +37,7 @@ def traces(request: pytest.FixtureRequest) -> tuple[Brain, list[Trace]]:
         max_steps=3,
         verbosity_level=LogLevel.OFF,
     )
-    brain = Brain(agent, progress=False)
+    brain = Brain(agent, dtype="fp32", progress=False)
     with torch.no_grad():  # an adapter that does something
         for name, parameter in brain.policy.model.named_parameters():
             if "lora_B" in name:

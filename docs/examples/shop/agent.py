@@ -15,14 +15,10 @@ from toolbrain_core.testing.scripted import ScriptedPolicy
 from .tools import TOOLS
 
 
-def make_model(max_new_tokens: int = 48, torch_dtype: str = "bfloat16") -> TransformersModel:
-    """The embedded model as smolagents runs it, greedy. bfloat16 halves the time on a CPU that
-    multiplies in it."""
+def make_model(max_new_tokens: int = 48) -> TransformersModel:
+    """The embedded model as smolagents runs it, greedy."""
     return TransformersModel(
-        model_id=str(embedded_model_path()),
-        torch_dtype=torch_dtype,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
+        model_id=str(embedded_model_path()), max_new_tokens=max_new_tokens, do_sample=False
     )
 
 

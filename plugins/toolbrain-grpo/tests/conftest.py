@@ -25,6 +25,7 @@ def make_brain(make_agent: Callable[..., Any], tmp_path: Path) -> Callable[..., 
     def make(agent: dict[str, Any] | None = None, **options: Any) -> Brain:
         defaults = {
             "algorithm": "grpo",
+            "dtype": "fp32",  # exact on every machine
             "reward_func": even_share,
             "attempts": 4,
             "tasks_per_step": 1,

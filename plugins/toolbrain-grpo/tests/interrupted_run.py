@@ -69,6 +69,7 @@ def make_brain(model_dir, run_dir, reward=index_reward) -> Brain:
     return Brain(
         make_agent(model_dir),
         algorithm="grpo",
+        dtype="fp32",
         reward_func=reward,
         run_dir=run_dir,
         probe=False,

@@ -224,7 +224,11 @@ def napper_dir(program: Any, model_dir: Path, tmp_path_factory: pytest.TempPathF
     """The tiny model, taught to call the tool `nap`."""
     work = tmp_path_factory.mktemp("napper")
     brain = Brain(
-        program.make_agent(model_dir), algorithm="sft", run_dir=work / "runs", progress=False
+        program.make_agent(model_dir),
+        algorithm="sft",
+        dtype="fp32",
+        run_dir=work / "runs",
+        progress=False,
     )
     lesson = [{"query": "What is 0 + 1?", "completion": "<code>\nnap()\n</code>"}]
     brain.train(lesson, num_iterations=40, learning_rate=1e-2)

@@ -16,7 +16,12 @@ def make_brain(make_agent: Callable[..., Any], tmp_path: Path) -> Callable[..., 
     """A Brain with SFT. `agent` are options of the agent."""
 
     def make(agent: dict[str, Any] | None = None, **options: Any) -> Brain:
-        defaults = {"algorithm": "sft", "progress": False, "run_dir": tmp_path / "runs"}
+        defaults = {
+            "algorithm": "sft",
+            "dtype": "fp32",  # exact on every machine
+            "progress": False,
+            "run_dir": tmp_path / "runs",
+        }
         return Brain(make_agent(**(agent or {})), **{**defaults, **options})
 
     return make

@@ -13,7 +13,12 @@ import torch
 from toolbrain_transformers.demonstrations import demonstration_rows
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from toolbrain_core.errors import ConfigurationError, DataError, TrainingError
+from toolbrain_core.errors import (
+    ConfigurationError,
+    DataError,
+    RunDirectoryError,
+    TrainingError,
+)
 from toolbrain_core.hookspecs import hookimpl
 from toolbrain_core.report import read_metrics
 from toolbrain_core.traces import Demonstration, Rollout, Task, Trace, read_rollouts
@@ -205,6 +210,43 @@ def test_the_loss_falls_and_the_agent_does_as_it_was_shown(make_brain) -> None:
     assert losses[-1] < 0.2 * losses[0]
     assert brain.agent.run("What is 2 + 2?") == 4
     assert result.metrics["loss"] == pytest.approx(losses[-1])
+
+
+@contextmanager
+def optimizer_of() -> Iterator[dict[str, Any]]:
+    """The optimiser that makes steps inside, under "it"."""
+    found: dict[str, Any] = {}
+    handle = register_optimizer_step_pre_hook(
+        lambda optimizer, args, kwargs: found.update(it=optimizer)
+    )
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def test_in_bf16_the_agent_learns_with_fp32_lora_and_its_model_stays_in_bf16(make_brain) -> None:
+    brain = make_brain({"max_new_tokens": 24}, dtype="bf16")
+    base = brain.agent.model.model
+    before = {n: p.detach().clone() for n, p in base.named_parameters() if ".lora_" not in n}
+    with optimizer_of() as optimizer:
+        brain.train([COMPLETION], name="run", num_iterations=40, learning_rate=1e-2)
+    states = [state["exp_avg_sq"] for state in optimizer["it"].state.values()]
+    assert states
+    assert {state.dtype for state in states} == {torch.float32}
+    after = dict(base.named_parameters())
+    assert {after[name].dtype for name in before} == {torch.bfloat16}
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert brain.agent.run("What is 2 + 2?") == 4
+    [group] = brain.rollout([COMPLETION])
+    assert group.rollouts[0].trace.final_answer == 4
+
+
+def test_a_run_is_not_resumed_in_another_precision(make_brain) -> None:
+    brain = make_brain()
+    brain.train([COMPLETION], name="run", max_updates=1)
+    with pytest.raises(RunDirectoryError, match=r"compute_dtype \(was 'fp32', now 'bf16'\)"):
+        make_brain(dtype="bf16").train([COMPLETION], name="run", max_updates=1, resume=True)
 
 
 def test_max_updates_ends_the_run(make_brain) -> None:

@@ -87,7 +87,8 @@ def make_model(tokenizer: Any) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_policy(make_model: Callable[..., Any], tokenizer: Any) -> Callable[..., Any]:
-    """A policy on a fresh tiny model, or on `model`. Further options are the policy's."""
+    """A policy on a fresh tiny model, or on `model`, in fp32 on every machine unless `dtype` says
+    otherwise. Further options are the policy's."""
 
     def make(
         model: Any = None,
@@ -104,7 +105,7 @@ def make_policy(make_model: Callable[..., Any], tokenizer: Any) -> Callable[...,
             template_options=template_options or {},
             name="tiny-llama",
         )
-        return TransformersPolicy(ref, **options)
+        return TransformersPolicy(ref, **{"dtype": "fp32", **options})
 
     return make
 

@@ -320,39 +320,6 @@ def test_masks_go_by_length_where_pad_is_eos(
     assert (fresh - torch.tensor(turn.logprobs)).abs().max() < 1e-4
 
 
-def test_bf16_computes_under_autocast_in_the_sampler_too(make_policy, make_model, key, user):
-    model = make_model()
-    computed: set[torch.dtype] = set()
-    model.model.layers[0].mlp.down_proj.register_forward_hook(
-        lambda _module, _args, output: computed.add(output.dtype)
-    )
-    for dtype, expected in (("bf16", torch.bfloat16), ("auto", torch.float32)):
-        policy = make_policy(copy.deepcopy(model), dtype=dtype)
-        session = policy.session(key(), Sampling(max_new_tokens=4))
-        computed.clear()
-        with policy.serving():
-            session.chat(user("hello"))
-        assert computed == {expected}
-        assert len(session.transcript.turns[0].logprobs) == 4
-        assert policy.model.dtype == torch.float32
-        assert policy.describe()["compute_dtype"] == dtype
-
-
-def test_fp32_of_a_bf16_model_is_refused_with_what_to_do(make_policy, make_model):
-    policy = make_policy(make_model().to(torch.bfloat16), dtype="fp32")
-    with pytest.raises(ConfigurationError, match="load it in"):
-        policy.autocast()
-
-
-def test_a_model_loaded_in_bf16_is_sampled_in_bf16(make_policy, make_model, key, user):
-    policy = make_policy(make_model().to(torch.bfloat16))
-    session = policy.session(key(), Sampling(max_new_tokens=4))
-    with policy.serving():
-        session.chat(user("hello"))
-    assert len(session.transcript.turns[0].logprobs) == 4
-    assert policy.describe()["dtype"] == "bfloat16"
-
-
 def test_serving_nests_and_starts_again(policy, key, user):
     for _ in range(2):
         with policy.serving():
@@ -393,7 +360,7 @@ def image_text_ref(tokenizer: Any) -> ModelRef:
 
 
 def test_an_image_text_model_answers_text(image_text_ref, key, user, follow_up, fresh_logprobs):
-    policy = TransformersPolicy(image_text_ref)
+    policy = TransformersPolicy(image_text_ref, dtype="fp32")
     session = policy.session(key(), Sampling(max_new_tokens=8))
     with policy.serving():
         request = user("hello")

@@ -25,6 +25,7 @@ from .drawing import Batch, Drawer
 from .generation import eos_ids_of, sampling_of
 from .lean_layers import lean_layers
 from .padded_batch import PaddedBatch
+from .precision import cast_weights, settle_precision
 from .rows import rows_of
 from .sampler import InProcessSampler
 from .scoring import Forward, cost_of, forward_of
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 
 #: Towers of image-text models, and what joins them to the language model.
 _NOT_LANGUAGE = r".*(vision|visual|image|audio|multi_modal|connector|projector).*"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @frozen
@@ -55,9 +55,10 @@ class TransformersPolicy:
     """Trains the model in `ref` in place: the agent that owns it serves with the same weights.
 
     `lora=None` trains every weight (of an image-text model: of its language model); `adapter` is
-    the directory of a saved adapter to start from. `dtype`: "auto" computes in the dtype the
-    model was loaded in, "fp32" and "bf16" under autocast where the weights differ. Sampler and
-    trainer run under the same autocast (`autocast()`).
+    the directory of a saved adapter to start from. `dtype`: what is computed in; "auto" is bf16
+    where the hardware has it, else as the model was loaded. The model's weights are cast to it, in
+    place and for good; with `lora=None` they are fp32, and "bf16" computes under autocast. What is
+    trained is fp32 always. See docs/guides/precision.md.
     `max_context` in tokens, by default the model's own. `max_batch` sequences are sampled at once;
     `max_cache_bytes` bounds the keys and values kept between turns. `tree="auto"` computes shared
     prefixes once where the model's attention can serve it and says so once where it cannot,
@@ -101,6 +102,8 @@ class TransformersPolicy:
         self._own_sampling = sampling_of(base, ref)
         self.context_length = max_context or _context_length(base)
         self.lora = _lora(lora)
+        _check_bare(base)
+        self.precision = settle_precision(base, dtype, full=self.lora is None and adapter is None)
         self.tree = self._tree(tree)
         self.max_batch = max_batch
         self.max_cache_bytes = max_cache_bytes
@@ -116,6 +119,7 @@ class TransformersPolicy:
             if self.is_adapted:
                 del self.model.unload().peft_config
             raise
+        cast_weights(base, self.precision)
 
     # Serving ---------------------------------------------------------------------------------
 
@@ -232,15 +236,9 @@ class TransformersPolicy:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The autocast of sampler and trainer; nothing where the weights have the dtype."""
-        wanted = _DTYPES.get(self.dtype)
-        if wanted is None or wanted == self.ref.model.dtype:
+        if self.precision.weights == self.precision.compute:
             return nullcontext()
-        if wanted == torch.float32:
-            raise ConfigurationError(
-                f"dtype='fp32', but the model is loaded in {self.ref.model.dtype}: load it in "
-                "float32 (torch_dtype='float32'), or use dtype='auto'"
-            )
-        return torch.autocast(self.ref.model.device.type, dtype=wanted)
+        return torch.autocast(self.ref.model.device.type, dtype=self.precision.compute)
 
     @contextmanager
     def training(self) -> Iterator[Any]:
@@ -345,8 +343,7 @@ class TransformersPolicy:
         return {
             "model": self.ref.name,
             "class": type(self.ref.model).__name__,
-            "dtype": str(self.ref.model.dtype).removeprefix("torch."),
-            "compute_dtype": self.dtype,
+            **self.precision.as_dict(),
             "device": str(self.ref.model.device),
             "context_length": self.context_length,
             "lora": asdict(self.lora) if self.is_adapted and self.lora else None,
@@ -358,11 +355,6 @@ class TransformersPolicy:
         }
 
     def _with_adapter(self, base: Any, adapter: str | Path | None, seed: int) -> Any:
-        if getattr(base, "peft_config", None) or _has_lora_layers(base):
-            raise NotServed(
-                "the agent's model already carries an adapter (it was given to a Brain before?). "
-                "Reuse that Brain, load the model afresh, or merge the adapter first."
-            )
         if adapter is not None:
             if not (Path(adapter) / "adapter_config.json").is_file():
                 raise DataError(
@@ -410,8 +402,13 @@ def _lora_of(config: Any) -> Lora:
     return Lora(config.r, config.lora_alpha, named)
 
 
-def _has_lora_layers(base: Any) -> bool:
-    return any(isinstance(module, peft.tuners.lora.LoraLayer) for module in base.modules())
+def _check_bare(base: Any) -> None:
+    lora = any(isinstance(module, peft.tuners.lora.LoraLayer) for module in base.modules())
+    if lora or getattr(base, "peft_config", None):
+        raise NotServed(
+            "the agent's model already carries an adapter (it was given to a Brain before?). "
+            "Reuse that Brain, load the model afresh, or merge the adapter first."
+        )
 
 
 def _sees(base: Any) -> bool:
