@@ -117,7 +117,7 @@ class TransformersPolicy:
             self.sampler.check(self)
         except BaseException:
             if self.is_adapted:
-                del self.model.unload().peft_config
+                vars(self.model.unload()).pop("peft_config", None)
             raise
         cast_weights(base, self.precision)
 
