@@ -104,6 +104,7 @@ class TransformersPolicy:
         self.lora = _lora(lora)
         _check_bare(base)
         self.precision = settle_precision(base, dtype, full=self.lora is None and adapter is None)
+        base.eval()
         self.tree = self._tree(tree)
         self.max_batch = max_batch
         self.max_cache_bytes = max_cache_bytes
