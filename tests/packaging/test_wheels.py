@@ -52,7 +52,7 @@ def venv(tmp_path_factory, wheels):
     run(sys.executable, "-m", "venv", place)
     python = place / ("Scripts" if os.name == "nt" else "bin") / "python"
     index = ["--index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
-    install = ["install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    install = ["install", "--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt"]
     pip(python, *install, "torch", *index)
     pip(python, *install, *wheels)
     yield python

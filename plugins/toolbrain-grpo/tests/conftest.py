@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from toolbrain_core import Brain
+from toolbrain_core import Brain, PluginManager
 
 
 def even_share(trace: Any) -> float:
@@ -19,7 +19,9 @@ def even_share(trace: Any) -> float:
 
 
 @pytest.fixture
-def make_brain(make_agent: Callable[..., Any], tmp_path: Path) -> Callable[..., Brain]:
+def make_brain(
+    make_agent: Callable[..., Any], trainers: PluginManager, tmp_path: Path
+) -> Callable[..., Brain]:
     """A Brain with GRPO of 4 attempts at one task a step. `agent` are options of the agent."""
 
     def make(agent: dict[str, Any] | None = None, **options: Any) -> Brain:
@@ -33,6 +35,7 @@ def make_brain(make_agent: Callable[..., Any], tmp_path: Path) -> Callable[..., 
             "probe": False,
             "progress": False,
             "run_dir": tmp_path / "runs",
+            "plugins": trainers,
         }
         return Brain(make_agent(**(agent or {})), **{**defaults, **options})
 

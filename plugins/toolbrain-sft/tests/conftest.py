@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from toolbrain_core import Brain
+from toolbrain_core import Brain, PluginManager
 
 
 @pytest.fixture
-def make_brain(make_agent: Callable[..., Any], tmp_path: Path) -> Callable[..., Brain]:
+def make_brain(
+    make_agent: Callable[..., Any], trainers: PluginManager, tmp_path: Path
+) -> Callable[..., Brain]:
     """A Brain with SFT. `agent` are options of the agent."""
 
     def make(agent: dict[str, Any] | None = None, **options: Any) -> Brain:
@@ -21,6 +23,7 @@ def make_brain(make_agent: Callable[..., Any], tmp_path: Path) -> Callable[..., 
             "dtype": "fp32",  # exact on every machine
             "progress": False,
             "run_dir": tmp_path / "runs",
+            "plugins": trainers,
         }
         return Brain(make_agent(**(agent or {})), **{**defaults, **options})
 
