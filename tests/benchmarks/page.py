@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -13,15 +13,15 @@ def page_of(machine: Line, results: Sequence[Line], plot: str) -> str:
     by_name: dict[str, list[Line]] = {}
     for line in results:
         by_name.setdefault(line["name"], []).append(line)
-    parts = [
-        _opening(machine),
-        _rollouts(by_name["rollouts"]),
-        _update(by_name["update"]),
-        _scaling(by_name["scaling"][0], plot),
-        _peer(by_name.get("peer_toolbrain", [])),
-        _commands(results),
-    ]
-    return "\n".join(parts)
+    sections: dict[str, Callable[[Sequence[Line]], str]] = {
+        "rollouts": _rollouts,
+        "update": _update,
+        "scaling": lambda lines: _scaling(lines[0], plot),
+        "peer_toolbrain": _peer,
+    }
+    measured = [section(by_name[name]) for name, section in sections.items() if name in by_name]
+    missing = [name for name in sections if name not in by_name]
+    return "\n".join([_opening(machine), *measured, _commands(results, missing)])
 
 
 def _opening(machine: Line) -> str:
@@ -145,8 +145,6 @@ the memory of that of 8.
 
 
 def _peer(lines: Sequence[Line]) -> str:
-    if not lines:
-        return "## toolbrain 0.1.4\n\nNot measured: `make bench-peers` makes its environment.\n"
     [line] = lines
     sides = line["sides"]
     rows = [
@@ -173,9 +171,10 @@ three optimiser steps: {line["ratio"]:.1f} times as fast.
 """
 
 
-def _commands(results: Sequence[Line]) -> str:
+def _commands(results: Sequence[Line], missing: Sequence[str]) -> str:
     lines = "\n".join(f"    python tests/benchmarks/{line['command']}" for line in results)
-    return f"## The commands\n\n{lines}\n"
+    rest = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
+    return f"## The commands\n\n{lines}\n{rest}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -1,10 +1,11 @@
 """Run every benchmark, and write the page of their results.
 
     make bench
-    python tests/benchmarks/run_all.py [--peer PYTHON] [--vllm PYTHON] [--repeats 3] [--page-only]
+    python tests/benchmarks/run_all.py [--peer PYTHON] [--vllm PYTHON] [--resume] [--page-only]
 
-Each benchmark's JSON line goes to docs/benchmarks.jsonl, from which docs/benchmarks.md is written.
-A benchmark that fails ends the run with its status, and the page stays as it was.
+Each benchmark's JSON line goes to docs/benchmarks.jsonl as soon as it is there; in the end
+docs/benchmarks.md is written from all of them. A benchmark that fails ends the run with its status,
+and the page stays as it was; `--resume` goes on with what is missing (`make bench BENCH=--resume`).
 """
 
 from __future__ import annotations
@@ -32,17 +33,28 @@ LINES, PAGE, PLOT = DOCS / "benchmarks.jsonl", DOCS / "benchmarks.md", DOCS / "b
 def main() -> None:
     options = parse()
     if not options.page_only:
-        lines = [machine(), *map(run, commands(options))]
-        LINES.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    machine_line, *results = map(json.loads, LINES.read_text(encoding="utf-8").splitlines())
+        if not (options.resume and LINES.exists()):
+            LINES.write_text(json.dumps(machine()) + "\n", encoding="utf-8")
+        there = {line.get("command") for line in read()}
+        for command in commands(options):
+            if shlex.join(command) not in there:
+                line = run(command)
+                with LINES.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    machine_line, *results = read()
     PAGE.write_text(page_of(machine_line, results, PLOT.name), encoding="utf-8")
+
+
+def read() -> list[dict[str, Any]]:
+    """The lines: the machine's, then one for each benchmark."""
+    return [json.loads(line) for line in LINES.read_text(encoding="utf-8").splitlines()]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer", metavar="PYTHON", help="the Python that has toolbrain 0.1.4")
     parser.add_argument("--vllm", metavar="PYTHON", help="the Python that has vLLM")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--resume", action="store_true", help="only what is not measured yet")
     parser.add_argument("--page-only", action="store_true", help="write the page again")
     return parser.parse_args()
 

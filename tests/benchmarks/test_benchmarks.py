@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from page import page_of
+
 HERE = Path(__file__).parent
 TINY = ("--prompt", "40", "--group", "2", "--new", "4", "--repeats", "1")
+MACHINE = dict.fromkeys(
+    ("date", "cores", "cpu", "memory_gb", "python", "torch", "transformers", "trl", "peft"), "?"
+)
 FIELDS = {"name", "ours_s", "other_s", "ratio", "peak_mb", "prompt", "group", "new", "dtype"}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
@@ -35,6 +42,9 @@ def test_rollouts_measures_us_and_two_others_over_several_turns() -> None:
     assert set(line["sides"]) == {"ours", "generate", "continuous_batching"}
     best = min(line["sides"][name]["median_s"] for name in ("generate", "continuous_batching"))
     assert line["other_s"] == best
+    page = page_of(MACHINE, [{**line, "command": "rollouts.py"}], "plot.png")
+    assert f"| {line['ours_s']} |" in page
+    assert "Not measured: update, scaling, peer_toolbrain." in page
 
 
 def test_update_computes_the_same_gradients_on_both_sides_and_in_float64() -> None:
