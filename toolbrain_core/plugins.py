@@ -36,7 +36,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "judges": ("judge", ()),
     "retrievers": ("retriever", ()),
     "loaders": ("model loader", ()),
-    "samplers": ("sampler", ()),
+    "samplers": ("sampler", ("toolbrain-vllm",)),
     "task_generators": ("task generator", ()),
 }
 

@@ -19,6 +19,7 @@ from toolbrain_core.errors import (
     DataError,
     NotServed,
     RunDirectoryError,
+    SamplerFailure,
     TrainingError,
 )
 from toolbrain_core.hookspecs import hookimpl
@@ -174,6 +175,36 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_keeps_the_last_chec
     assert torch.equal(weights[name], poison.before)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
     assert (run / "report.json").is_file()
+
+
+def test_a_sampler_that_breaks_down_ends_the_run_which_can_be_resumed(
+    make_brain, tasks, tmp_path
+) -> None:
+    attempts = itertools.count(1)
+    device: dict[str, str] = {}
+
+    def break_down(task: Any) -> None:
+        if next(attempts) == 10:  # the second of the third step
+            device["state"] = "on fire"
+
+    def look(*_: Any) -> None:
+        if device:
+            raise RuntimeError(f"the device is {device['state']}")
+
+    options = {"reward_func": index_reward, "resample": 0, "checkpoint_every": 0}
+    brain = make_brain(setup=break_down, concurrency=1, **options)
+    brain.policy.ref.model.register_forward_pre_hook(look)
+    with pytest.raises(SamplerFailure, match="the device is on fire") as lost:
+        brain.train(tasks(4), name="run")
+    kept = tmp_path / "runs" / "run" / "checkpoints" / "checkpoint-2"
+    assert (kept / "toolbrain.json").is_file()
+    assert f"The last good checkpoint is {kept}" in str(lost.value)
+    assert "resume=True" in str(lost.value)
+
+    device.clear()
+    result = brain.train(tasks(4), name="run", resume=True)
+    assert (result.steps, result.updates) == (4, 4)
+    assert [m["attempts_masked"] for m in metrics_of(result)] == [0, 0, 0, 0]
 
 
 def huge_reward(traces: list) -> list[float]:

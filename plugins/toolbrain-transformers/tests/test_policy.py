@@ -304,6 +304,22 @@ def test_training_leaves_the_model_as_it_was_but_for_its_weights(
     assert policy.weights_version == 1
 
 
+def test_the_version_rises_with_each_serving_in_which_a_trainer_may_have_changed_the_weights(
+    make_policy,
+):
+    policy, seen = make_policy(), []
+    for _ in range(2):
+        with policy.serving():
+            seen.append(policy.weights_version)
+    with policy.training():
+        for _ in range(2):
+            with policy.serving(), policy.serving():
+                seen.append(policy.weights_version)
+    with policy.serving():
+        seen.append(policy.weights_version)
+    assert seen == [0, 0, 1, 2, 3]
+
+
 def test_masks_go_by_length_where_pad_is_eos(
     make_policy, make_model, tokenizer, key, fresh_logprobs
 ):

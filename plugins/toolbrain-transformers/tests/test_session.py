@@ -372,6 +372,40 @@ def test_serving_ends_at_once_whatever_is_in_flight(make_policy, key, user, max_
     assert {session.transcript.failure.kind for session in sessions} == {"infrastructure"}
 
 
+class Device:
+    """A model's forward pass fails while it is `broken`."""
+
+    def __init__(self, model):
+        self.broken = False
+        model.register_forward_pre_hook(self.look)
+
+    def look(self, *_):
+        if self.broken:
+            raise RuntimeError("the device is on fire")
+
+
+def test_a_sampler_that_breaks_down_fails_what_it_was_asked_and_ends_serving(
+    make_policy, make_model, key, user
+):
+    model = make_model()
+    policy, device = make_policy(model), Device(model)
+    first, second = (policy.session(key(n), Sampling(max_new_tokens=4)) for n in range(2))
+
+    def lose() -> None:
+        device.broken = True
+        for session in (first, second):
+            with pytest.raises(SamplerFailure):
+                session.chat(user("hello"))
+
+    with pytest.raises(SamplerFailure, match="the device is on fire"), policy.serving():
+        lose()
+    assert first.transcript.failure.kind == "infrastructure"
+
+    device.broken = False
+    with policy.serving():
+        assert policy.session(key(), Sampling(max_new_tokens=4)).chat(user("hello")).turn == 0
+
+
 def test_parts_are_flattened_where_the_template_needs_strings(policy, key, user):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     session = policy.session(key(), Sampling(max_new_tokens=2))

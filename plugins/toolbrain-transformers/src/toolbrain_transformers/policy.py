@@ -62,9 +62,8 @@ class TransformersPolicy:
     `max_context` in tokens, by default the model's own. `max_batch` sequences are sampled at once;
     `max_cache_bytes` bounds the keys and values kept between turns. `tree="auto"` computes shared
     prefixes once where the model's attention can serve it and says so once where it cannot,
-    "require" makes that an error, "off" pads. `sampler` is in-process where none is given; another
-    one leaves `max_batch`, `max_cache_bytes` and `tree` to training. `seed` draws the adapter's
-    first weights.
+    "require" makes that an error, "off" pads. `sampler` is in-process where none is given. `seed`
+    draws the adapter's first weights.
     Errors: `NotServed` (no chat template, generation options that the sampler lacks, a policy that
     it cannot serve).
     """

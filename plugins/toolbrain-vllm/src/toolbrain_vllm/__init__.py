@@ -1,0 +1,1 @@
+"""A sampler on a vLLM server."""
