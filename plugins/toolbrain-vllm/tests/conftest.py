@@ -46,7 +46,7 @@ def make_policy(tokenizer: Any) -> Callable[..., Any]:
     def make(weights: int = 0, **options: Any) -> TransformersPolicy:
         model = tiny_model(tokenizer, seed=weights, max_position_embeddings=1024, **SHAPE)
         ref = ModelRef("transformers", model, tokenizer, {"max_new_tokens": 8}, name="tiny")
-        return TransformersPolicy(ref, **options)
+        return TransformersPolicy(ref, **{"dtype": "fp32", **options})
 
     return make
 
