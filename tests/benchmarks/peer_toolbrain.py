@@ -8,8 +8,9 @@ request for a last answer). `--peer` names the Python of an environment that has
 runs as it comes, with these exceptions: a chat template that flattens list-shaped content, without
 which it has no training data here; no turn ends before `new` tokens at an end-of-sequence token, on
 both sides; and a reward that differs between attempts, so that there is always an update. Ours
-takes the peer's LoRA, learning rate, KL weight and three optimiser steps on each batch. `--alone`
-is a second group size, of ours only.
+takes the peer's LoRA, learning rate, KL weight and three optimiser steps on each batch, and
+recomputes activations (`gradient_checkpointing=True`). `--alone` is a second group size, of ours
+only.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def ours(options: argparse.Namespace, attempts: int) -> Measure:
         beta=0.04,
         learning_rate=3e-5,
         checkpoint_every=0,
+        gradient_checkpointing=True,
         lora={"r": 8, "alpha": 16, "target_modules": ("q_proj", "v_proj")},
         dtype="fp32",  # as the peer computes
         tree="require",

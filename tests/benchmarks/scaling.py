@@ -5,7 +5,8 @@
 Each shape has a process of its own, which alternates rollouts and updates: the attempts, in threads
 of their own, sample `new` tokens a turn and call a tool that keeps a CPU busy for a while between
 two turns; then GRPO's loss, its gradients and AdamW's step change the LoRA that the next rollouts
-sample with. `fit` is the straight line of update time over distinct tokens, with its R².
+sample with. Activations are recomputed (`gradient_checkpointing=True`), since memory is measured
+too. `fit` is the straight line of update time over distinct tokens, with its R².
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def side(options: argparse.Namespace) -> Measure:
 
     shape = Shape(*map(int, options.side.split("/")))
     policy = load_policy(options.dtype)
-    settings = Grpo(attempts=shape.group)
+    settings = Grpo(attempts=shape.group, gradient_checkpointing=True)
     trainer = grpo_trainer(policy, settings, options.directory)
     trained = [p for p in policy.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)

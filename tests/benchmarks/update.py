@@ -1,14 +1,14 @@
 """The update: loss and gradients of one group, by us and by TRL's stock GRPOTrainer.
 
     python tests/benchmarks/update.py [--prompt 1500] [--group 8] [--new 60] [--dtype fp32|bf16]
-                                      [--checkpointing] [--full] [--errors] [--trl-rows 4]
+                                      [--checkpointing] [--full] [--errors] [--trl-rows 2]
                                       [--repeats 3]
 
 Both compute the reference's log-probabilities, the loss and its gradients, for the same model, rows
 and old log-probabilities, which are perturbed: at ratio 1 the loss says nothing. The policy is a
 LoRA of rank 16 on all linear layers whose weights are not those it began with, or with `--full` the
-whole model; `beta` is 0.05. TRL accumulates gradients over passes of `trl-rows` rows: eight of the
-default length at once do not fit in 24 GB. `max_relative_difference` is the largest difference of a
+whole model; `beta` is 0.05. TRL accumulates gradients over passes of `trl-rows` rows: in fp32, four
+of the default length take 20 GB. `max_relative_difference` is the largest difference of a
 gradient tensor between the two, by norm. `--errors` adds those of each to a plain float64
 implementation, as root mean squares over the repeats, each of which has a batch of its own; tensors
 whose norm is below 1e-12 are compared absolutely.
@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
     made.add_argument("--checkpointing", action="store_true", help="recompute activations")
     made.add_argument("--full", action="store_true", help="train all weights, without LoRA")
     made.add_argument("--errors", action="store_true", help="compare with float64 too")
-    made.add_argument("--trl-rows", type=int, default=4, help="rows in one pass of TRL's")
+    made.add_argument("--trl-rows", type=int, default=2, help="rows in one pass of TRL's")
     options = made.parse_args()
     options.trl_rows = min(options.trl_rows, options.group)
     if options.group % options.trl_rows:

@@ -13,7 +13,7 @@ from toolbrain_transformers.prefix_tree import PrefixTree
 from toolbrain_transformers.scoring import PaddedForward, TreeForward, cost_of
 from toolbrain_transformers.tree_attention import tree_attending
 from toolbrain_transformers.tree_check import tree_problem
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
 from toolbrain_core.roles import Row
 
@@ -98,6 +98,36 @@ def test_the_tree_gives_the_log_probabilities_and_gradients_of_padded_rows(
         assert torch.allclose(found[name], gradient, atol=2e-5), name
 
 
+def test_scores_are_those_of_the_models_own_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled and capped ones too; the head sees a chunk at a time, and its weights are trained."""
+    monkeypatch.setattr("toolbrain_transformers.scoring._CHUNK", 8)
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(**SIZES, final_logit_softcapping=0.5)
+    model = Gemma3ForCausalLM(config).eval()
+    rows = rows_of(prompt=12, answers=3, length=6)
+    logps = []
+    for row in rows:
+        logits = model(torch.tensor([row.ids])).logits[0, :-1] / 0.7
+        targets = torch.tensor(row.ids[1:]).unsqueeze(1)
+        of_row = logits.log_softmax(-1).gather(1, targets).squeeze(1)
+        logps.append(of_row[torch.tensor(row.trained[1:])])
+    expected = torch.cat(logps)
+    weights = torch.linspace(-1, 1, len(expected))
+    (expected * weights).sum().backward()
+    plain = gradients(model)
+    seen: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    with tree_attending(model):
+        scores = TreeForward.of(rows, "cpu").score(model, temperature=0.7)
+        (scores.logprobs * weights).sum().backward()
+    assert torch.allclose(scores.logprobs, expected, atol=1e-5)
+    assert max(seen) == 8
+    found = gradients(model)
+    assert found.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(found[name], gradient, atol=2e-5), name
+
+
 @pytest.mark.parametrize("make_small", ["mistral"], indirect=True)
 def test_long_nodes_are_attended_to_in_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(prompt=60, answers=2, length=30)
@@ -130,20 +160,22 @@ def test_the_tree_serves_common_models(model: torch.nn.Module) -> None:
     assert tree_problem(model) == ""
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
 def test_a_model_with_capped_attention_scores_cannot_serve_the_tree() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attn_logit_softcapping=50.0,
-    )
+    config = Gemma2Config(**SIZES, attn_logit_softcapping=50.0)
     capped = Gemma2ForCausalLM(config).eval()
     assert "Gemma2ForCausalLM" in tree_problem(capped)
 

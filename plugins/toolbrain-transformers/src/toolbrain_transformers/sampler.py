@@ -22,6 +22,7 @@ from toolbrain_core.traces import Sampling
 
 from . import drawing
 from .drawing import Batch
+from .memory import trim_heap
 from .openmp import release_workers
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class InProcessSampler:
         self.failure = None
         self._requests, self._stopping = queue.Queue(), threading.Event()
         release_workers()
+        trim_heap()  # what training freed
         self._thread = threading.Thread(target=self._serve, name="toolbrain-sampler", daemon=True)
         self._thread.start()
 
@@ -71,6 +73,7 @@ class InProcessSampler:
             self._requests.put(None)  # wakes a sampler that waits for requests
             self._thread.join()
             self._thread = None
+            trim_heap()  # what sampling freed
 
     def generate(self, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> Future[Sampled]:
         """Queue one request. Cancelling the future frees its place.

@@ -2,14 +2,14 @@
 
 Policy, old policy and reference all go through a `Forward`, made once for a piece of rows: over
 the rows' prefix tree, every distinct token once, or over padded rows for models that the tree
-cannot serve. Both run the model's own forward to its end; the output head sees only the states
-that are wanted.
+cannot serve. Both run the model's own forward; its output head sees only the states that are
+wanted, some at a time, so that there is never a (trained tokens, vocabulary) tensor.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from attrs import frozen
 from torch.utils.checkpoint import checkpoint
 
+from toolbrain_core.errors import NotServed
 from toolbrain_core.roles import Row
 
 from .prefix_tree import PrefixTree
@@ -98,8 +99,9 @@ class TreeForward:
             "attention_mask": dummy_mask(self.ids.shape[1], self.ids.device),
             "toolbrain_tree": self.context,
         }
-        logits = _logits(model, inputs, lambda hidden: hidden[:, self.before])
-        return _scores(logits, self.targets, temperature, entropy_gradient)
+        states, head = _states_and_head(model, inputs)
+        wanted = states[0, self.before]
+        return _scores(head, wanted, self.targets, temperature, entropy_gradient)
 
 
 @frozen(eq=False)
@@ -136,24 +138,30 @@ class PaddedForward:
             "attention_mask": self.mask,
             "position_ids": (self.mask.cumsum(1) - 1).clamp(min=0),
         }
-        logits = _logits(model, inputs, lambda hidden: hidden[self.before].unsqueeze(0))
-        return _scores(logits, self.targets, temperature, entropy_gradient)
+        states, head = _states_and_head(model, inputs)
+        return _scores(head, states[self.before], self.targets, temperature, entropy_gradient)
 
 
-def _scores(logits: Any, targets: Any, temperature: float, entropy_gradient: bool) -> Scores:
-    """By chunks of tokens, which the backward pass computes again: no second (trained tokens,
-    vocabulary) tensor is kept beside the logits."""
+#: Logits (tokens, vocabulary) of last hidden states (tokens, width).
+Head = Callable[[Any], Any]
+
+
+def _scores(
+    head: Head, states: Any, targets: Any, temperature: float, entropy_gradient: bool
+) -> Scores:
+    """By chunks of tokens, which the backward pass computes again."""
     pieces = [
-        checkpoint(_chunk_scores, *chunk, temperature, entropy_gradient, use_reentrant=False)
-        for chunk in zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True)
+        checkpoint(_chunk_scores, head, *chunk, temperature, entropy_gradient, use_reentrant=False)
+        for chunk in zip(states.split(_CHUNK), targets.split(_CHUNK), strict=True)
     ]
     logprobs, entropies = zip(*pieces, strict=True)
     return Scores(torch.cat(logprobs), torch.cat(entropies))
 
 
 def _chunk_scores(
-    logits: Any, targets: Any, temperature: float, entropy_gradient: bool
+    head: Head, states: Any, targets: Any, temperature: float, entropy_gradient: bool
 ) -> tuple[Any, Any]:
+    logits = head(states)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = (exact / temperature).log_softmax(-1)  # (tokens, vocabulary)
     spread = logprobs if entropy_gradient else logprobs.detach()
@@ -161,26 +169,55 @@ def _chunk_scores(
     return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
 
-def _logits(model: Any, inputs: dict[str, Any], select: Any) -> Any:
-    """Logits (wanted, vocabulary) of the hidden states that `select` takes out."""
-    extra = {"use_cache": False, **_text_only(model, inputs["input_ids"])}
-    with _head_sees(model, select):
-        return model(**inputs, **extra).logits[0]
+def _states_and_head(model: Any, inputs: dict[str, Any]) -> tuple[Any, Head]:
+    """The last hidden states (rows, tokens, width), and what the model makes of such states: its
+    output head with whatever scales or caps its logits.
+
+    The model runs once with a decoder that hands nothing to the head, and then, for each call of
+    the head, with one that has been replaced by its result.
+    """
+    inner = unwrapped(model)
+    decoder = inner.base_model
+    if decoder is inner:
+        raise NotServed(f"{type(inner).__name__} has no decoder apart from its output head")
+    outputs: list[Any] = []
+
+    def keep(_module: Any, _args: Any, output: Any) -> Any:
+        outputs.append(output)
+        return _with_states(output, output[0][:, :0])
+
+    handle = decoder.register_forward_hook(keep)
+    try:
+        model(**inputs, use_cache=False, **_text_only(model, inputs["input_ids"]))
+    finally:
+        handle.remove()
+    [output] = outputs
+
+    def head(states: Any) -> Any:
+        given = _with_states(output, states.unsqueeze(0))
+        with _replaced_forward(decoder, lambda *_, **__: given):
+            return inner(input_ids=inputs["input_ids"][:1], use_cache=False).logits[0]
+
+    return output[0], head
+
+
+def _with_states(output: Any, states: Any) -> Any:
+    """A decoder's output with other last hidden states."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    return type(output)(**{**output, "last_hidden_state": states})
 
 
 @contextmanager
-def _head_sees(model: Any, select: Any) -> Iterator[None]:
-    """Let the output head see `select(hidden)`, (1, wanted, width). Whatever else the model does to
-    its logits (scaling, soft-capping) stays."""
-
-    def hook(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (select(args[0]), *args[1:])
-
-    handle = unwrapped(model).get_output_embeddings().register_forward_pre_hook(hook)
+def _replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    before = vars(module).get("forward")  # some libraries put one there
+    module.forward = forward
     try:
         yield
     finally:
-        handle.remove()
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def unwrapped(model: Any) -> Any:
