@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toolbrain_transformers import flex_attention
 from toolbrain_transformers.prefix_tree import PrefixTree
 from toolbrain_transformers.scoring import PaddedForward, TreeForward, cost_of
 from toolbrain_transformers.tree_attention import tree_attending
@@ -66,7 +67,7 @@ def rows_of(prompt: int, answers: int, length: int, seed: int = 0) -> list[Row]:
 
 @pytest.fixture
 def model(make_small: Callable[..., Any]) -> Any:
-    return make_small(max_position_embeddings=256)
+    return make_small(max_position_embeddings=512)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -136,6 +137,75 @@ def test_long_nodes_are_attended_to_in_blocks(model: Any, monkeypatch: pytest.Mo
     with torch.no_grad(), tree_attending(model):
         tree = TreeForward.of(rows, "cpu").score(model).logprobs
     assert torch.allclose(tree, plain, atol=1e-5)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=6).filter(any),
+    st.sampled_from([None, 1, 3]),
+)
+def test_the_blocks_of_a_gpus_mask_cover_what_is_on_the_path(
+    rows: list[list[int]], window: int | None
+) -> None:
+    tree = PrefixTree.of(rows)
+    size = 4
+    mask = flex_attention.block_mask(tree, window, "cpu", size)
+    tokens = len(tree)
+    paths: dict[int, set[int]] = {}
+    for number in range(len(rows)):
+        for end, place in enumerate(places := tree.places(number)):
+            first = 0 if window is None else max(0, end + 1 - window)
+            paths[place] = set(places[first : end + 1])
+    q, k = torch.arange(tokens).unsqueeze(1), torch.arange(tokens)
+    seen = mask.mask_mod(0, 0, q, k)
+    for place, path in paths.items():
+        assert set(seen[place].nonzero().flatten().tolist()) == path
+    partial = _blocks(mask.kv_num_blocks, mask.kv_indices)
+    whole = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not partial & whole
+    for block in {(i // size, j // size) for i, path in paths.items() for j in path}:
+        assert block in partial | whole
+    for i, j in whole:
+        assert seen[i * size : i * size + size, j * size : j * size + size].all()
+
+
+def _blocks(counts: Any, indices: Any) -> set[tuple[int, int]]:
+    return {
+        (row, int(column))
+        for row, count in enumerate(counts[0, 0].tolist())
+        for column in indices[0, 0, row, :count]
+    }
+
+
+def test_a_gpus_attention_is_that_of_the_branches(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention as it is on a CPU: without being compiled, and without a backward pass."""
+    rows = rows_of(prompt=20, answers=4, length=6)
+    logprobs = []
+    for used in (False, True):
+        monkeypatch.setattr(flex_attention, "is_usable", lambda _device, used=used: used)
+        with torch.no_grad(), tree_attending(model):
+            logprobs.append(TreeForward.of(rows, "cpu").score(model).logprobs)
+    assert torch.allclose(logprobs[1], logprobs[0], atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_flex_attention_on_a_gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    assert flex_attention.is_usable(device)
+    model.to(device)
+    for answers in (4, 6):  # other lengths
+        rows = rows_of(prompt=300, answers=answers, length=6)
+        plain = PaddedForward.of(rows, device, 0).score(model).logprobs
+        plain.sum().backward()
+        expected = gradients(model)
+        with tree_attending(model):
+            tree = TreeForward.of(rows, device).score(model).logprobs
+            tree.sum().backward()
+        found = gradients(model)
+        assert torch.allclose(tree, plain, atol=1e-3)
+        for name, gradient in expected.items():
+            assert torch.allclose(found[name], gradient, atol=1e-2), name
 
 
 def test_a_shared_prompt_costs_once() -> None:

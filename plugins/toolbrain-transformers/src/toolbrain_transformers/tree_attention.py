@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from toolbrain_core.errors import NotServed
 
+from . import flex_attention
 from .prefix_tree import PrefixTree
 
 log = logging.getLogger(__name__)
@@ -85,10 +86,14 @@ def dummy_mask(tokens: int, device: Any) -> Any:
 
 
 class TrainingTree:
-    """The whole tree as one row of tokens: every node attends to its path and, causally, itself."""
+    """The whole tree as one row of tokens: every node attends to its path and, causally, itself.
+
+    One FlexAttention call where that works on the device, else one SDPA call for each node.
+    """
 
     def __init__(self, tree: PrefixTree):
         self.tree = tree
+        self.masks: dict[int | None, Any] = {}  # FlexAttention's, by window
         self.lengths = [len(node) for node in tree.nodes]
         self.paths = [tree.path(index) for index in range(len(tree.nodes))]
 
@@ -97,6 +102,10 @@ class TrainingTree:
     ) -> Any:
         """`query` (1, heads, tokens, dim), `key` and `value` (1, key heads, tokens, dim)."""
         del layer
+        if flex_attention.is_usable(query.device):
+            if window not in self.masks:
+                self.masks[window] = flex_attention.block_mask(self.tree, window, query.device)
+            return flex_attention.attend(query, key, value, scale, self.masks[window])
         # One split for all nodes: its backward pass is one concatenation.
         queries = query.split(self.lengths, dim=2)
         keys, values = key.split(self.lengths, dim=2), value.split(self.lengths, dim=2)
