@@ -14,16 +14,18 @@ from typing import Any, Literal, cast
 
 import attrs
 
+from .chat_models import PolicyChat
 from .demonstrations import as_demonstrations
 from .errors import ConfigurationError, DataError, ToolBrainError, UnsupportedAgent
 from .evaluation import Evaluation, evaluate_groups
+from .generated import GeneratedTasks, plan_of
 from .options import build, change, check_types, option_names, refuse_unknown
 from .plugins import PluginManager, default_manager
 from .probe import probe_statefulness
 from .progress import ProgressObserver, watched
 from .report import write_report
 from .rewards import as_reward, check_reward
-from .roles import AgentAdapter, Algorithm, Observe, Policy, Reward
+from .roles import AgentAdapter, Algorithm, ChatModel, Observe, Policy, Reward, TaskGenerator
 from .rollouts import Rollouts, check_limits
 from .runs import Run, RunDirectory, TrainResult, interruptible
 from .traces import Demonstration, Group, Rollout, Task, ToolCall, Trace, as_tasks, jsonable
@@ -212,6 +214,39 @@ class Brain:
         """A plan of calls, executed for real, as this agent would write it."""
         return self.adapter.demonstrate(self._prototype, task, calls, observe=self._observe)
 
+    def demonstrations(self, tasks: Iterable[Task]) -> list[Demonstration]:
+        """What supervised training learns from: the plans of generated tasks, executed, as this
+        agent would write them. Errors: `DataError` for a task without a plan."""
+        return [self.demonstrate(task, plan_of(task)) for task in tasks]
+
+    def generate_tasks(
+        self, n: int, *, generator: str = "plans", seed: int | None = None, **options: Any
+    ) -> GeneratedTasks:
+        """Up to `n` tasks made from the agent's tools, whose gold answers were computed by running
+        them; the list's `report` says what became of the others.
+
+        `generator` is a name that a plugin provides (toolbrain-taskgen: "plans"), with its options
+        as further keywords. `seed`: the Brain's, unless given. `writer`, of a generator that has
+        one: "policy", a `ChatModel`, or whatever an installed plugin makes one of.
+        """
+        target = self.plugins.registries["task_generators"].get(generator)
+        refuse_unknown(options, {generator: option_names(target)}, "generate_tasks")
+        serving: AbstractContextManager[Any] = nullcontext()
+        if options.get("writer") == "policy":
+            serving = self.policy.serving()
+        if options.get("writer") is not None:
+            options["writer"] = self._as_chat_model(options["writer"])
+        maker: TaskGenerator = build(target, generator, options)
+        with serving, watched("making tasks", n, self.progress) as advance:
+            return maker.generate(
+                self.adapter.tools(self._prototype),
+                n,
+                demonstrate=self.demonstrate,
+                rollout=self._probed,
+                seed=self.seed if seed is None else seed,
+                advance=advance,
+            )
+
     def save(self, path: str | Path) -> None:
         """Write adapter, tokenizer and `toolbrain.json` to a directory, all or nothing."""
         self.policy.save(path)
@@ -219,6 +254,22 @@ class Brain:
     def merge(self, path: str | Path) -> None:
         """Write a plain model with the adapter merged into its weights."""
         self.policy.merge(path)
+
+    def _probed(self, tasks: Sequence[Task], attempts: int) -> list[Group]:
+        return self.rollout(tasks, attempts)
+
+    def _as_chat_model(self, writer: Any) -> ChatModel:
+        if writer == "policy":
+            return PolicyChat(self.policy, self.seed)
+        if isinstance(writer, ChatModel):
+            return writer
+        model = self.plugins.match_chat_model(writer)
+        if model is None:
+            raise ConfigurationError(
+                f"writer={writer!r:.60}: give 'policy', an object with chat(ChatRequest), or what "
+                "an installed plugin knows as a chat model; none knows this"
+            )
+        return model
 
     def _train(self, algorithm: Algorithm, run: Run) -> TrainResult:
         result: TrainResult | None = None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from attrs import Factory, field, frozen
 
 from .errors import SamplerFailure
+from .generated import GeneratedTasks
 from .sessions import Transcript
 from .traces import (
     Demonstration,
@@ -299,9 +300,22 @@ class Retriever(Protocol):
 
 @runtime_checkable
 class TaskGenerator(Protocol):
-    """Makes tasks from an agent's tools."""
+    """Makes tasks from an agent's tools. Built from its attrs options.
 
-    def generate(self, tools: Sequence[ToolSpec], n: int, **options: Any) -> Iterable[Task]: ...
+    `demonstrate` is `Brain.demonstrate`: it runs a plan of calls for real. `rollout(tasks,
+    attempts)` runs the policy on tasks as it is used. `advance` is called for each task made.
+    """
+
+    def generate(
+        self,
+        tools: Sequence[ToolSpec],
+        n: int,
+        *,
+        demonstrate: Callable[[Task, Sequence[ToolCall]], Demonstration],
+        rollout: Callable[[Sequence[Task], int], Sequence[Group]],
+        seed: int = 0,
+        advance: Callable[[], None] = lambda: None,
+    ) -> GeneratedTasks: ...
 
 
 @runtime_checkable

@@ -66,11 +66,15 @@ class Task:
 
 @frozen
 class ToolSpec:
-    """A tool as a model is told of it; `parameters` is a JSON schema of type object."""
+    """A tool as a model is told of it; `parameters` is a JSON schema of type object.
+
+    `side_effects`: calling it changes something outside, so that it is never called to try it.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = Factory(dict)
+    side_effects: bool = False
 
 
 @frozen

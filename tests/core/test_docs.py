@@ -66,6 +66,11 @@ def test_every_option_of_the_policy_has_a_row_and_every_row_an_option() -> None:
     assert rows("Policy") == set(option_names(policy))
 
 
+def test_every_option_of_the_task_generator_has_a_row_and_every_row_an_option() -> None:
+    generator = pytest.importorskip("toolbrain_taskgen.generator").PlanGenerator
+    assert rows("Brain.generate_tasks") == set(option_names(generator))
+
+
 @pytest.mark.parametrize(
     ("heading", "module", "name"),
     [("GRPO", "toolbrain_grpo.algorithm", "Grpo"), ("SFT", "toolbrain_sft.algorithm", "Sft")],

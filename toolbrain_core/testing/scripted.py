@@ -298,12 +298,14 @@ class FunctionAdapter:
         """Each call as JSON by the assistant, its result by the user, the last result as answer."""
         own = {_name(tool): _fork(tool) for tool in agent.tools}
         messages: list[dict[str, Any]] = [_message("user", task.query)]
-        answer = ""
+        results: list[Any] = []
         for call in calls:
             written = json.dumps({"name": call.name, "arguments": jsonable(call.arguments)})
-            answer = str(own[call.name](**call.arguments))
-            messages += [_message("assistant", written), _message("user", answer)]
-        return Demonstration(task, (*messages, _message("assistant", answer)))
+            results.append(own[call.name](**call.arguments))
+            messages += [_message("assistant", written), _message("user", str(results[-1]))]
+        facts = {"final_answer": results[-1], "results": results} if results else {}
+        messages.append(_message("assistant", str(results[-1]) if results else ""))
+        return Demonstration(task, tuple(messages), metadata=facts)
 
     def bind(
         self, agent: FunctionAgent, policy: Policy, observe: Observe | None = None

@@ -49,10 +49,7 @@ class SmolagentsAdapter:
     def tools(self, agent: Any) -> Sequence[ToolSpec]:
         """The agent's tools and managed agents, without `final_answer`, which it always has."""
         tools = {**agent.tools, **agent.managed_agents}
-        schemas = [
-            get_tool_json_schema(t)["function"] for n, t in tools.items() if n != "final_answer"
-        ]
-        return [ToolSpec(s["name"], s["description"], s["parameters"]) for s in schemas]
+        return [_spec(tool) for name, tool in tools.items() if name != "final_answer"]
 
     def run(
         self,
@@ -116,6 +113,13 @@ class SmolagentsAdapter:
 
         bound.run = run_anew
         return bound
+
+
+def _spec(tool: Any) -> ToolSpec:
+    schema = get_tool_json_schema(tool)["function"]
+    # An attribute that users put on their tools: smolagents has none for it.
+    effects = bool(getattr(tool, "side_effects", False))
+    return ToolSpec(schema["name"], schema["description"], schema["parameters"], effects)
 
 
 def run_copy(twin: Any, task: Task, attempt: Attempt) -> Trace:

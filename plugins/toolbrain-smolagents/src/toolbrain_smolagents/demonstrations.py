@@ -93,6 +93,7 @@ def demonstration(
                 for asked, text in session.asked
             ],
             "final_answer": trace.final_answer,
+            "results": [result.output for result in trace.results],
         },
     )
 
