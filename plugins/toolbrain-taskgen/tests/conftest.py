@@ -95,6 +95,9 @@ BROKEN = {
     "huge": lambda: "x" * 10_000_000,
     "varying": lambda: random.SystemRandom().random(),
     "silent": lambda: None,
+    "undefined": lambda: float("nan"),
+    "opaque": lambda: object(),
+    "quitting": lambda: sys.exit(2),
     "crashing": crashes,
 }
 

@@ -89,6 +89,9 @@ def test_tools_that_misbehave_are_reported_and_nothing_hangs(make_brain: Any) ->
         "huge": "too large",
         "varying": "not deterministic",
         "silent": "no answer",
+        "undefined": "no answer",
+        "opaque": "no data",
+        "quitting": "raised",
         "crashing": "crashed",
     }
     assert "no service" in unused["raising"]

@@ -30,8 +30,8 @@ Rollout = Callable[[Sequence[Task], int], Sequence[Group]]
 
 #: Runs of each tool that show what it returns, before plans are drawn.
 _SURVEY = 3
-#: Draws for each task that is wanted, before giving up.
-_DRAWS = 20
+#: Draws for each task that is wanted, and draws in a row that gave none, before giving up.
+_DRAWS, _BARREN = 20, 500
 
 
 @frozen(kw_only=True)
@@ -120,10 +120,12 @@ class _Making:
         by_name = {tool.name: tool for tool in planner.tools}
         found: list[Task] = []
         counts = range(self.settings.min_calls, self.settings.max_calls + 1)
+        barren = 0
         for _ in range(_DRAWS * n + 100):
-            if len(found) == n:
+            if len(found) == n or barren > _BARREN:
                 break
             task = self._task(planner, runner, by_name, self.random.choice(counts))
+            barren = 0 if task is not None else barren + 1
             if task is not None:
                 found.append(task)
                 advance()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -15,6 +16,9 @@ from attrs import field, frozen
 
 from toolbrain_core.errors import ConfigurationError
 from toolbrain_core.traces import Demonstration, Task, ToolCall, jsonable
+
+#: What Python writes for an object that has no text of its own.
+_REPR = re.compile(r"<[^<>]+ at 0x[0-9a-f]+>")
 
 Demonstrate = Callable[[Task, Sequence[ToolCall]], Demonstration]
 
@@ -42,13 +46,13 @@ class PlanRunner:
     max_bytes: int = field(default=10_000)
 
     def run(self, task: Task, calls: Sequence[ToolCall]) -> Outcome:
-        """Rejected: "raised", "time limit", "crashed", "too large", "no answer" and
-        "not deterministic" (the two runs differ)."""
+        """Rejected: "raised", "time limit", "crashed", "too large", "no answer" (nothing, or no
+        number), "no data" (an object) and "not deterministic" (the two runs differ)."""
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigurationError("plans are run in forked processes, which this system lacks")
         context = multiprocessing.get_context("fork")
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=self._child, args=(there, task, calls), daemon=True)
+        process = context.Process(target=self._child, args=(there, task, calls))
         process.start()
         there.close()
         try:
@@ -80,16 +84,23 @@ class PlanRunner:
         sizes = [len(json.dumps(run)) for run in runs]
         if max(sizes) > self.max_bytes:
             return {"why": "too large", "detail": f"{max(sizes)} bytes of results"}
+        if (why := _unusable(runs[0]["answer"])) is not None:
+            return {"why": why, "detail": repr(runs[0]["answer"])[:200]}
         if runs[0] != runs[1]:
             return {"why": "not deterministic", "detail": f"{runs[0]} and then {runs[1]}"[:500]}
-        if runs[0]["answer"] in (None, "", [], {}):
-            return {"why": "no answer", "detail": repr(runs[0]["answer"])}
         return runs[0]
 
 
 def _seen(demonstration: Demonstration) -> dict[str, Any]:
     facts = demonstration.metadata
     return {"answer": jsonable(facts["final_answer"]), "results": jsonable(facts["results"])}
+
+
+def _unusable(answer: Any) -> str | None:
+    """Why nobody could give this answer: a short reason, or None."""
+    if answer in (None, "", [], {}) or str(answer).lower() in {"nan", "inf", "-inf"}:
+        return "no answer"
+    return "no data" if _REPR.search(json.dumps(answer)) else None
 
 
 def _end(pid: int | None) -> None:
