@@ -229,6 +229,7 @@ class Brain:
         as further keywords. `seed`: the Brain's, unless given. `writer`, of a generator that has
         one: "policy", a `ChatModel`, or whatever an installed plugin makes one of.
         """
+        check_types({"n": n, "seed": seed}, Brain.generate_tasks, "generate_tasks")
         target = self.plugins.registries["task_generators"].get(generator)
         refuse_unknown(options, {generator: option_names(target)}, "generate_tasks")
         serving: AbstractContextManager[Any] = nullcontext()
@@ -242,7 +243,7 @@ class Brain:
                 self.adapter.tools(self._prototype),
                 n,
                 demonstrate=self.demonstrate,
-                rollout=self._probed,
+                rollout=self.rollout,
                 seed=self.seed if seed is None else seed,
                 advance=advance,
             )
@@ -254,9 +255,6 @@ class Brain:
     def merge(self, path: str | Path) -> None:
         """Write a plain model with the adapter merged into its weights."""
         self.policy.merge(path)
-
-    def _probed(self, tasks: Sequence[Task], attempts: int) -> list[Group]:
-        return self.rollout(tasks, attempts)
 
     def _as_chat_model(self, writer: Any) -> ChatModel:
         if writer == "policy":

@@ -156,19 +156,24 @@ def _shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def further_options(of: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`-o KEY=VALUE` (the parameter `options`, for `parse_options`): options of what `of` says."""
+    return click.option(
+        "-o",
+        "--option",
+        "options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help=f"An option of {of}; the value is JSON, or else a string. Repeatable.",
+    )
+
+
 @cli.command()
 @_shared_options
 @click.option("--algorithm", default="grpo", show_default=True)
 @click.option("--run-name", help="The run's folder; a time stamp by default.")
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
-@click.option(
-    "-o",
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the algorithm; the value is JSON, or else a string. Repeatable.",
-)
+@further_options("the algorithm")
 @click.option("--save", type=click.Path(file_okay=False, path_type=Path), help="Keep the result.")
 @click.pass_context
 def train(

@@ -57,15 +57,20 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
         return _all_lines(path)
     if path.suffix != ".json":
         raise DataError(f"{path}: tasks are read from .jsonl, or from .json with a list")
+    data = read_json(path)
+    if not isinstance(data, list):
+        raise DataError(f"{path}: a list of tasks is needed, not {type(data).__name__}")
+    return data
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Errors: DataError that names the file and the line."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error})") from None
-    if not isinstance(data, list):
-        raise DataError(f"{path}: a list of tasks is needed, not {type(data).__name__}")
-    return data
 
 
 def _all_lines(path: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "retrievers": ("retriever", ()),
     "loaders": ("model loader", ()),
     "samplers": ("sampler", ("toolbrain-vllm",)),
-    "task_generators": ("task generator", ()),
+    "task_generators": ("task generator", ("toolbrain-taskgen",)),
 }
 
 

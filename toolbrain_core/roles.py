@@ -161,7 +161,11 @@ class AgentAdapter(Protocol):
         tools: Sequence[str] | None = None,
         observe: Observe | None = None,
     ) -> Demonstration:
-        """A plan of calls (executed for real) as this agent would write it."""
+        """A plan of calls (executed for real) as this agent would write it.
+
+        An argument `{"$result": "<call id>"}` stands for the output of an earlier call. The
+        demonstration's metadata has the `final_answer` and the calls' `results`.
+        """
 
     def bind(self, agent: Any, policy: Policy, observe: Observe | None = None) -> Any:
         """The user's agent, serving with the trained weights: `agent` itself where nothing had to

@@ -31,7 +31,7 @@ from attrs import define, field, frozen
 from .errors import ConfigurationError, RunDirectoryError
 from .roles import Policy
 from .rollouts import Rollouts
-from .saving import MARKER
+from .saving import MARKER, replace_file
 from .traces import SCHEMA_VERSION, Group, Sampling, Task, json_line, jsonable
 
 logger = logging.getLogger(__name__)
@@ -253,17 +253,8 @@ def _write_whole(file: int, data: bytes) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _writing(path):
-        try:
-            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(path, text)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ run, a base model, somebody's notes) is never replaced.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,23 @@ def whole_directory(path: str | Path, facts: Mapping[str, Any]) -> Iterator[Path
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file by `text`, atomically: a reader sees the old one or the new one.
+
+    Errors: OSError, and then what was there is as before.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def _take_place(folder: Path, target: Path) -> None:
     folder.chmod(0o755)
     if not target.exists():
@@ -87,4 +105,4 @@ def _files_of_save(folder: Path) -> set[str]:
     return set(files) if isinstance(files, list) else set()
 
 
-__all__ = ["MARKER", "check_replaceable", "whole_directory"]
+__all__ = ["MARKER", "check_replaceable", "replace_file", "whole_directory"]

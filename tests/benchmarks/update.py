@@ -8,7 +8,7 @@ Both compute the reference's log-probabilities, the loss and its gradients, for 
 and old log-probabilities, which are perturbed: at ratio 1 the loss says nothing. The policy is a
 LoRA of rank 16 on all linear layers whose weights are not those it began with, or with `--full` the
 whole model; `beta` is 0.05. TRL accumulates gradients over passes of `trl-rows` rows: in fp32, four
-of the default length take 20 GB. `max_relative_difference` is the largest difference of a
+of the default length were killed at 20 GB. `max_relative_difference` is the largest difference of a
 gradient tensor between the two, by norm. `--errors` adds those of each to a plain float64
 implementation, as root mean squares over the repeats, each of which has a batch of its own; tensors
 whose norm is below 1e-12 are compared absolutely.

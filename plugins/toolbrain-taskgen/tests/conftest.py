@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from smolagents import CodeAgent, LogLevel, Tool, ToolCallingAgent, TransformersModel, tool
+from smolagents import CodeAgent, LogLevel, Tool, TransformersModel, tool
 
 from toolbrain_core import Brain, PluginManager
 
@@ -116,9 +116,7 @@ def make_tools_agent(model_dir: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def make_brain(
-    make_tools_agent: Callable[..., Any], trainers: PluginManager, tmp_path: Path
-) -> Callable[..., Brain]:
+def make_brain(make_tools_agent: Callable[..., Any], tmp_path: Path) -> Callable[..., Brain]:
     from toolbrain_grpo import plugin as grpo
     from toolbrain_sft import plugin as sft
     from toolbrain_smolagents import plugin as smolagents
@@ -132,6 +130,3 @@ def make_brain(
         return Brain(make_tools_agent(more, **(agent or {})), **{**settings, **options})
 
     return make
-
-
-__all__ = ["BROKEN", "CITIES", "Broken", "ToolCallingAgent"]

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from smolagents import ToolCallingAgent
 from toolbrain_taskgen.planning import literals
 from toolbrain_taskgen.running import PlanRunner
+from toolbrain_taskgen.values import ValueSource
 from toolbrain_taskgen.wording import names, problem_of
 
 from toolbrain_core.cli import cli
@@ -20,7 +21,7 @@ from toolbrain_core.errors import ConfigurationError, DataError
 from toolbrain_core.generated import plan_of
 from toolbrain_core.inputs import read_tasks
 from toolbrain_core.roles import ChatReply, ChatRequest
-from toolbrain_core.traces import Task, as_tasks
+from toolbrain_core.traces import Task, ToolSpec, as_tasks
 
 from .conftest import BROKEN, Broken
 
@@ -190,6 +191,8 @@ def test_difficulty_is_measured_and_sifted(make_brain: Any) -> None:
         ({"examples": {"town": ["Oslo"]}}, "examples has 'town'; the parameters are amount, city"),
         ({"examples": {"convert.city": ["Oslo"]}}, "examples has 'convert.city'"),
         ({"min_calls": 3, "max_calls": 2}, "min_calls=3 is more than max_calls=2"),
+        ({"keep": (0.1, 0.9)}, "give probe, the attempts that measure them"),
+        ({"seed": "first"}, "generate_tasks refuses seed='first'"),
         ({"probes": 2}, "no option 'probes'.*did you mean 'probe'"),
         ({"generator": "dreams"}, "no task generator named 'dreams'"),
     ],
@@ -240,6 +243,41 @@ def test_a_tool_may_not_be_named(make_brain: Any) -> None:
     task = brain.generate_tasks(1, max_calls=1)[0]
     assert problem_of(task.query, plan_of(task), tools) == ""
     assert problem_of(f"{task.query} Call find_city.", plan_of(task), tools)
+    camel = {**tools, "findCity": tools["find_city"]}
+    assert problem_of(f"{task.query} Use findCity.", plan_of(task), camel)
+
+
+def test_apostrophes_are_no_quotes() -> None:
+    words = "The user's name, if it's known."
+    quoted = "Name of the item, singular, like 'mug' or 'lamp'."
+    values = ValueSource()
+    for description, known in ((words, []), (quoted, ["mug", "lamp"])):
+        schema = {"properties": {"it": {"type": "string", "description": description}}}
+        assert values.candidates(ToolSpec("t", "", schema), "it") == known
+
+
+def test_the_same_calls_in_another_order_are_a_duplicate(make_brain: Any) -> None:
+    from .conftest import find_city
+
+    brain = make_brain(agent={"tools": [find_city]})
+    options = {"examples": {"user": ["ann", "ben"]}, "min_calls": 2, "max_calls": 2}
+    tasks = brain.generate_tasks(2, **options)
+    assert len(tasks) == 1
+    assert sorted(tasks[0].gold_answer) == ["Oslo", "Rome"]
+
+
+def test_a_tool_that_hangs_is_tried_once(make_brain: Any, tmp_path: Path) -> None:
+    """Also where the others need several rounds until their values are known."""
+    tried = tmp_path / "tried"
+
+    def hang() -> str:
+        with tried.open("a", encoding="utf-8") as file:
+            file.write("x")
+        time.sleep(60)
+        return "awake"
+
+    make_brain(Broken("hanging", hang)).generate_tasks(1, time_limit=2.0)
+    assert tried.read_text(encoding="utf-8") == "x"
 
 
 SCRIPT = """

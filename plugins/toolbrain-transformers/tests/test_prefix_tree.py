@@ -14,7 +14,7 @@ from toolbrain_transformers.prefix_tree import PrefixTree
 from toolbrain_transformers.scoring import PaddedForward, TreeForward, cost_of
 from toolbrain_transformers.tree_attention import tree_attending
 from toolbrain_transformers.tree_check import tree_problem
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from toolbrain_core.roles import Row
 
@@ -99,12 +99,13 @@ def test_the_tree_gives_the_log_probabilities_and_gradients_of_padded_rows(
         assert torch.allclose(found[name], gradient, atol=2e-5), name
 
 
-def test_scores_are_those_of_the_models_own_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make_small", ["gemma3"], indirect=True)
+def test_scores_are_those_of_the_models_own_logits(
+    make_small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scaled and capped ones too; the head sees a chunk at a time, and its weights are trained."""
     monkeypatch.setattr("toolbrain_transformers.scoring._CHUNK", 8)
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(**SIZES, final_logit_softcapping=0.5)
-    model = Gemma3ForCausalLM(config).eval()
+    model = make_small(max_position_embeddings=256, final_logit_softcapping=0.5)
     rows = rows_of(prompt=12, answers=3, length=6)
     logps = []
     for row in rows:
@@ -190,7 +191,7 @@ def test_a_gpus_attention_is_that_of_the_branches(
 
 
 @pytest.mark.gpu
-def test_flex_attention_on_a_gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_on_a_gpu(model: Any) -> None:
     device = torch.device("cuda")
     assert flex_attention.is_usable(device)
     model.to(device)
@@ -230,22 +231,20 @@ def test_the_tree_serves_common_models(model: torch.nn.Module) -> None:
     assert tree_problem(model) == ""
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
 def test_a_model_with_capped_attention_scores_cannot_serve_the_tree() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
-    config = Gemma2Config(**SIZES, attn_logit_softcapping=50.0)
+    config = Gemma2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_logit_softcapping=50.0,
+    )
     capped = Gemma2ForCausalLM(config).eval()
     assert "Gemma2ForCausalLM" in tree_problem(capped)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from toolbrain_core.cli import further_options
+
 
 @click.group()
 def tasks() -> None:
@@ -30,14 +32,7 @@ def tasks() -> None:
     help='JSON: values for arguments, {"city": ["Paris", …], "tool.parameter": […]}.',
 )
 @click.option("--exclude", multiple=True, metavar="TOOL", help="Never run this one. Repeatable.")
-@click.option(
-    "-o",
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the generator (max_calls=2). Repeatable.",
-)
+@further_options("the generator")
 @click.option("--json", "as_json", is_flag=True, help="The report as a JSON object.")
 def generate(
     agent: str,
@@ -70,7 +65,7 @@ def generate(
     if not made:
         raise DataError(f"no task could be made: {json.dumps(made.report['rejected'])}")
     text = "".join(json.dumps(to_json(task), ensure_ascii=False) + "\n" for task in made)
-    _write_whole(out, text)
+    _write(out, text)
     report = made.report
     if as_json:
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
@@ -88,24 +83,20 @@ def generate(
 
 def _examples(path: Path) -> dict[str, list[object]]:
     from toolbrain_core.errors import DataError
+    from toolbrain_core.inputs import read_json
 
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error})") from None
+    data = read_json(path)
     if not isinstance(data, dict) or not all(isinstance(v, list) and v for v in data.values()):
         raise DataError(f'{path}: {{"parameter": [values, …]}} is needed')
     return data
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     from toolbrain_core.errors import ToolBrainError
+    from toolbrain_core.saving import replace_file
 
-    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        replace_file(path, text)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ToolBrainError(f"cannot write {path}: {error}") from error

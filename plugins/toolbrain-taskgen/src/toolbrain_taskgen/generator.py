@@ -19,7 +19,7 @@ from toolbrain_core.rewards import is_correct
 from toolbrain_core.roles import ChatModel
 from toolbrain_core.traces import Group, Task, ToolCall, ToolSpec, to_json
 
-from .planning import Planner, literals, properties_of, required_of
+from .planning import Planner, properties_of, required_of
 from .running import Demonstrate, PlanRunner
 from .values import ValueSource, type_of
 from .wording import template_query, written_query
@@ -43,9 +43,8 @@ class PlanGenerator:
     `exclude`: tools that are never run; those that say `side_effects=True` are left out too.
     `description`: what the agent is for, told to the `writer`, a `ChatModel` that puts plans into
     words (by templates without one), asked again up to `retries` times. `time_limit` in seconds for
-    the two runs of a plan, `max_bytes` for its results. Queries whose words overlap by more than
-    `overlap` (Jaccard) with an earlier one of the same plan shape are duplicates. `probe`: attempts
-    of the policy at each task, whose pass rate is kept; only tasks within `keep` stay.
+    the two runs of a plan, `max_bytes` for its results. `probe`: attempts of the policy at each
+    task, whose pass rate is kept; only tasks within `keep` stay.
     """
 
     min_calls: int = field(default=1, validator=validators.ge(1))
@@ -57,13 +56,14 @@ class PlanGenerator:
     retries: int = field(default=2, validator=validators.ge(0))
     time_limit: float = field(default=10.0, validator=validators.gt(0))
     max_bytes: int = field(default=10_000, validator=validators.gt(0))
-    overlap: float = field(default=0.95, validator=[validators.gt(0), validators.le(1)])
     probe: int = field(default=0, validator=validators.ge(0))
     keep: tuple[float, float] = (0.0, 1.0)
 
     def __attrs_post_init__(self) -> None:
         if self.min_calls > self.max_calls:
             raise ValueError(f"min_calls={self.min_calls} is more than max_calls={self.max_calls}")
+        if tuple(self.keep) != (0.0, 1.0) and not self.probe:
+            raise ValueError("keep goes by pass rates: give probe, the attempts that measure them")
 
     def generate(
         self,
@@ -71,7 +71,7 @@ class PlanGenerator:
         n: int,
         *,
         demonstrate: Demonstrate,
-        rollout: Rollout | None = None,
+        rollout: Rollout,
         seed: int = 0,
         advance: Callable[[], None] = lambda: None,
     ) -> GeneratedTasks:
@@ -84,7 +84,7 @@ class PlanGenerator:
             raise ConfigurationError(f"n must be at least 1, not {n}")
         made = _Making(self, tools, demonstrate, random.Random(seed), seed)
         tasks = made.tasks(n, advance)
-        if self.probe and rollout is not None:
+        if self.probe:
             tasks = made.sifted(tasks, rollout)
         if len(tasks) < n:
             log.warning("%d of %d tasks were made: %s", len(tasks), n, made.why_few())
@@ -104,8 +104,7 @@ class _Making:
     details: dict[str, str] = field(factory=dict)
     unused: dict[str, str] = field(factory=dict)
     drawn: int = 0
-    seen: set[str] = field(factory=set)
-    queries: dict[tuple[str, ...], list[frozenset[str]]] = field(factory=dict)
+    seen: set[Any] = field(factory=set)  # calls and queries of earlier tasks
 
     def tasks(self, n: int, advance: Callable[[], None]) -> list[Task]:
         """Drawn, run and worded."""
@@ -205,18 +204,17 @@ class _Making:
                 kind = self._try_out(tool, planner, runner)
                 if kind is None:
                     still.append(tool)
-                else:
+                elif kind:
                     returns[tool.name] = kind
             if len(still) == len(waiting):
                 break
             waiting = still
-        for tool in waiting:
-            self.unused.setdefault(tool.name, "no run of it worked")
         planner.tools = [tool for tool in planner.tools if tool.name in returns]
         planner.returns = returns
 
     def _try_out(self, tool: ToolSpec, planner: Planner, runner: PlanRunner) -> str | None:
-        """The JSON type of what it returns; None where it returned nothing of use."""
+        """The JSON type of what it returns; "" for a tool of no use, None for one that may work
+        once more values are known."""
         for name in required_of(tool):
             if not planner.values.candidates(tool, name):
                 self.unused[tool.name] = (
@@ -231,8 +229,8 @@ class _Making:
             outcome = runner.run(Task("survey", tool.description or tool.name), (call,))
             if outcome.why:
                 self.unused[tool.name] = f"{outcome.why}: {outcome.detail}"
-                if outcome.why != "raised":  # a value may have been wrong; the rest is the tool's
-                    return None
+                if outcome.why != "raised":  # a value may be wrong; the rest is the tool's doing
+                    return ""
                 continue
             planner.values.learn(tool.name, outcome.results[0])
             kind = type_of(outcome.results[0])
@@ -249,13 +247,12 @@ class _Making:
         self.drawn += 1
         facts = [to_json(call) for call in plan]
         written = json.dumps(facts, sort_keys=True)
-        if written in self.seen:
+        if self._was_seen(_calls_of(plan)):
             return self._reject("duplicate", "")
-        self.seen.add(written)
         query = self._query(plan, tools)
         if query is None:
             return self._reject("the writer lost a value or named a tool", written)
-        if self._is_duplicate(plan, query):
+        if self._was_seen(tuple(re.findall(r"\w+", query.lower()))):
             return self._reject("duplicate", "")
         name = hashlib.sha256(f"{written}{query}".encode()).hexdigest()[:12]
         task = Task(f"plan-{name}", query, metadata={"plan": facts})
@@ -270,16 +267,18 @@ class _Making:
             return template_query(plan, tools, self.random)
         return written_query(settings.writer, plan, tools, settings.retries, settings.description)
 
-    def _is_duplicate(self, plan: Sequence[ToolCall], query: str) -> bool:
-        """Whether an earlier query of the same calls and values has nearly the same words."""
-        words = frozenset(re.findall(r"\w+", query.lower()))
-        shape = (*(call.name for call in plan), *map(str, literals(plan)))
-        earlier = self.queries.setdefault(shape, [])
-        near = any(len(words & e) > self.settings.overlap * len(words | e) for e in earlier)
-        earlier.append(words)
-        return near
+    def _was_seen(self, what: Any) -> bool:
+        seen = what in self.seen
+        self.seen.add(what)
+        return seen
 
     def _reject(self, why: str, detail: str) -> None:
         self.rejected[why] += 1
         if detail:
             self.details.setdefault(why, detail[:300])
+
+
+def _calls_of(plan: Sequence[ToolCall]) -> frozenset[str]:
+    """The same for plans that make the same calls, in whatever order."""
+    steps = (call for call in plan if call.name != "final_answer")
+    return frozenset(json.dumps([c.name, c.arguments], sort_keys=True) for c in steps)

@@ -29,7 +29,7 @@ _EMPTY_WORDS = {
     "all",
     "value",
 }
-_QUOTED = re.compile(r"""['"`]([^'"`\n]{1,60})['"`]""")
+_QUOTED = re.compile(r"""(?<!\w)(['"`])([^'"`\n]{1,60})\1(?!\w)""")  # no apostrophes
 _AFTER_EXAMPLE = re.compile(
     r"(?:e\.g\.|for example|for instance|such as|like)[:,]?\s+([^.;()\n]+)", re.I
 )
@@ -131,7 +131,7 @@ class ValueSource:
     def _mentioned(self, schema: Mapping[str, Any]) -> Iterator[Any]:
         """Values that the description shows: quoted, or after "e.g."."""
         text = str(schema.get("description", ""))
-        found = _QUOTED.findall(text)
+        found = [word for _, word in _QUOTED.findall(text)]
         if not found:
             lists = _AFTER_EXAMPLE.findall(text)
             found = [part.strip() for each in lists for part in re.split(r",| or | and ", each)]

@@ -98,12 +98,14 @@ def written_query(
 
 
 def problem_of(query: str, calls: Sequence[ToolCall], tools: Mapping[str, ToolSpec]) -> str:
-    """What is wrong with a written query, in words: a value that it lost, a tool that it names."""
+    """What is wrong with a written query, in words: a value that it lost, a tool that it names (by
+    a name like `find_city` or `findCity`: a query about prices may say "price")."""
     for value in literals(calls):
         if not names(query, value):
             return f"it does not name {said(value)}"
     for name in tools:
-        if "_" in name and name in query:
+        is_a_word = name.isalpha() and name.islower()
+        if name in query and not is_a_word:
             return f"it names the tool {name}"
     return ""
 

@@ -19,8 +19,6 @@ from torch.nn.functional import linear
 
 #: Layers of one module that read the same input, by their names in transformers.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 #: Up to this many tokens, weights x tokens is faster than tokens x weights in fp32 on a CPU:
 #: libraries keep the left matrix in place and copy the right one.
 _FEW = 64
@@ -111,7 +109,7 @@ class _Lean:
 
     def _product(self, x: Any) -> Any:
         """(…, all outputs)"""
-        if _are_few(x) and not torch.is_autocast_enabled("cpu"):
+        if _are_few(x):
             return self._exchanged(x)
         output = linear(x, self._weight(), self._bias())
         down, up = self._adapters(x.dtype, output.dtype)
@@ -170,7 +168,8 @@ def _are_few(x: Any) -> bool:
     """Whether `x` holds the few tokens of a decoding step, in fp32 on a CPU."""
     tokens = x.numel() // x.shape[-1]
     here = x.device.type == "cpu" and x.dtype == torch.float32
-    return here and tokens <= _FEW and not torch.is_grad_enabled()
+    plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+    return here and plain and tokens <= _FEW
 
 
 def _lora(module: Any, base: Any) -> tuple[Any, Any]:
