@@ -33,11 +33,11 @@ def perturbed(logps: Any) -> Any:
     return logps + 0.2 * torch.randn(logps.shape, generator=generator)
 
 
-def plain_loss(logps: Any, old: Any, reference: Any, advantage: float) -> Any:
-    """(new,) DAPO's loss (arXiv 2503.14476, eq. 8), and the k3 estimate of the KL divergence with
-    the ratio as a factor (arXiv 2512.02556)."""
+def plain_loss(logps: Any, old: Any, reference: Any, advantages: Any) -> Any:
+    """(rows, new), with `advantages` (rows, 1): DAPO's loss (arXiv 2503.14476, eq. 8), and the k3
+    estimate of the KL divergence with the ratio as a factor (arXiv 2512.02556)."""
     ratio = (logps - old).exp()
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON_HIGH)
     gap = reference - logps
     kl = (gap.exp() - gap - 1) * ratio
-    return -torch.min(ratio * advantage, clipped * advantage) + BETA * kl
+    return -torch.min(ratio * advantages, clipped * advantages) + BETA * kl
